@@ -98,7 +98,7 @@ def with_records(
     # A recorded first step more than one step ahead of the pulse is wrong. After a restart, the
     # present step is used as the first step until a step is recorded.
     first_step = head.first_step if head.first_step <= rank.step + 1 else FIRST_STEP
-    ahead = head.progress is not None and head.progress.record["step"] > rank.step and not lagging
+    ahead = head.progress is not None and head.progress["step"] > rank.step and not lagging
     return replace(
         rank, p99_s=head.pace.p99_s(rank.phase),
         first_step=rank.step if attempt > 1 and not head.step else first_step,
@@ -110,7 +110,7 @@ def with_records(
 
 def by_records(rank: int, head: LatestRecords, watch: Watch) -> RankEvidence:
     """Returns the evidence about a rank without a pulse, derived from the times of its records."""
-    record, now = head.last.record, time.monotonic()
+    record, now = head.last, time.monotonic()
     step, pid = record["step"], jsonl.integer(record, "pid") or 0
     phase = "exit" if record["msg"] == "exit" else "log" if step else min(STARTING_PHASES)
     usual_s, age_s = head.pace.usual_gap_s(watch.startup_s / SAFETY), head.pace.age_s(now)

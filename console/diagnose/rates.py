@@ -26,18 +26,11 @@ class Rates:
     def __init__(self, limit: float):
         self.ratio: float | None = None
         """An upper bound of new ÷ old throughput, or None if it is not known."""
-        self.is_restored = False
-        """True if a former process saw a drop, and this process has not seen one."""
         self._limit = limit
         self._logs: deque[float] = deque(maxlen=KEPT_RATES)
         self._usual: list[float] = []
         """The rates before the present drop, or [] if there is none."""
         self._rated_at, self._unrated = -math.inf, False
-
-    @property
-    def is_slow(self) -> bool:
-        """True if the run is slower than before."""
-        return self.is_restored or (self.ratio or 1.0) < 1
 
     def add(self, toks_per_s: float | None) -> None:
         if toks_per_s is not None and 0 <= toks_per_s < math.inf:
@@ -51,11 +44,9 @@ class Rates:
         self._rated_at, self._unrated = mono, False
         self.ratio, before = rate_ratio(list(self._logs), self._usual)
         if self.ratio is not None and self.ratio < self._limit:
-            self._usual, self.is_restored = self._usual or before, False
+            self._usual = self._usual or before
         elif self._usual:
             self._logs, self._usual = deque(self._usual, KEPT_RATES), []
-        if self.is_restored:
-            self.ratio = None
 
 
 def rate_ratio(

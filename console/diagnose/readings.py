@@ -23,8 +23,6 @@ from trainers.contract import jsonl
 NEAR_UNIFORM = 0.99
 COLLAPSED_NATS, COLLAPSED_SHARE, COLLAPSED_PART = 0.2, 0.9, 0.5
 RSS_EVERY_S, RSS_POINTS, RSS_LEAST = 10.0, 90, 30
-HOST = -1
-"""The key of the host among the ranks whose memory grows."""
 PACE_EVERY_S, PACE_RECENT, PACE_POINTS = 10.0, 6, 360
 JUMP_KEPT_S = 60.0
 
@@ -99,78 +97,34 @@ class NonFinite:
     """Number of steps with a finite loss and a gradient norm that is not finite."""
     what: str = ""
     """The figure that was not finite in the newest of these steps."""
-    at: str = ""
-    """The newest of these steps: "step 10", "a step from 11 to 14" or "step 14 or before"."""
-    times: int = 0
-    """Number of series of such steps; a record without a new such step ends a series."""
+    step: int = 0
+    """The newest of these steps, or a later step."""
     in_a_row: int = 0
     """Number of newest consecutive progress records with a loss that is not finite."""
-    since: float = 0.0
-    until: float = 0.0
-    """The times at which the first and the newest of these records were read (monotonic s)."""
     _recorded: int = 0
-    _lasts: bool = False
-    _good: int = 0
-    """The step of the newest record without a new such step, 0 if there is none."""
 
     @property
     def steps(self) -> int:
         return self.losses + self.gradients
 
-    def add_record(self, progress: Progress, mono: float) -> None:
+    def add_record(self, progress: Progress) -> None:
         """Adds a progress record."""
-        is_bad, norm = False, progress.grad_norm
         if progress.loss is not None:
             is_bad = not math.isfinite(progress.loss)
-            self.since = self.since if self.in_a_row else mono
-            self.in_a_row, self.until = self.in_a_row + 1 if is_bad else 0, mono
-        self._recorded += is_bad
+            self.in_a_row = self.in_a_row + 1 if is_bad else 0
+            self._recorded += is_bad
         losses = max(self._recorded, progress.nonfinite_loss_steps)
-        gradients = progress.overflow_steps - progress.scale_lowered_steps
-        # A record with fewer losses is older than the pulse.
-        if not is_bad and losses == self.losses and gradients <= self.gradients:
-            self._lasts, self._good = False, progress.step
-        shown = is_bad or (norm is not None and not math.isfinite(norm))
-        self._add(losses, gradients, progress.step, shown)
+        self._add(losses, progress.overflow_steps - progress.scale_lowered_steps, progress.step)
 
     def add_pulse(self, rank: RankEvidence) -> None:
         """Adds the count in a pulse, which may be newer than that of the newest record."""
-        self._add(rank.nonfinite_steps, 0, rank.step, False)
+        self._add(rank.nonfinite_steps, 0, rank.step)
 
-    def _add(self, losses: int, gradients: int, step: int, shown: bool) -> None:
-        """Adds new counts; `shown` says that the record of `step` has the non-finite figure."""
-        if losses <= self.losses and gradients <= self.gradients:
-            return
-        self.times, self._lasts = self.times + (not self._lasts), True
-        self.what = "loss" if losses > self.losses else "gradient norm"
-        if shown or step == self._good + 1:
-            self.at = f"step {step}"
-        elif self._good:
-            self.at = f"a step from {self._good + 1} to {step}"
-        else:
-            self.at = f"step {step} or before"
+    def _add(self, losses: int, gradients: int, step: int) -> None:
+        if losses > self.losses or gradients > self.gradients:
+            self.what = "loss" if losses > self.losses else "gradient norm"
+            self.step = step
         self.losses, self.gradients = max(self.losses, losses), max(self.gradients, gradients)
-
-
-@dataclass(slots=True)
-class Counter:
-    """A counter of one GPU, and its increase since the first value or since a reset.
-
-    The increase is None before the first change.
-    """
-
-    last: int
-    increase: int | None = None
-    at: float = -math.inf
-    """Time of the last increase."""
-
-    def update(self, value: int, mono: float) -> None:
-        """Adds a value; a value below the last one, as after a reset, sets the increase to 0."""
-        if value > self.last:
-            self.increase, self.at = (self.increase or 0) + value - self.last, mono
-        elif value < self.last:
-            self.increase = 0
-        self.last = value
 
 
 class History:
@@ -182,8 +136,6 @@ class History:
 
     def __init__(self, settings: Mapping[str, Any] | None = None, slow: float = 1.0) -> None:
         self._settings: Mapping[str, Any] = settings or {}
-        self.watched_s = 0.0
-        """The time since the first poll."""
         self.is_paused = False
         """True while a rank is in a phase of `PAUSES`."""
         self.is_current = False
@@ -199,12 +151,12 @@ class History:
         self.pace_ratio: float | None = None
         """Pace of the last minute ÷ earlier pace, from the ranks' steps and this host's clock."""
         self.growth_mib_s: dict[int, float] = {}
-        """Growth of the memory of each rank, and fall of the available memory of the `HOST`."""
+        """Growth of the memory of each rank."""
         self.truth = TruthHistory()
-        self.ecc: dict[int, Counter] = {}
-        self.xids: dict[int, Counter] = {}
-        """Xids by GPU. `at` may be the time of an Xid in a former attempt."""
+        self.ecc: dict[int, int] = {}
+        """Uncorrected memory errors by GPU since the first poll or a reset of the counter."""
         self.jump_s = 0.0
+        self._ecc_before: dict[int, int] = {}
         self._uniform_since: int | None = None
         self._fetch_shares: dict[int, float] = {}
         self._rss: dict[int, deque[tuple[float, float]]] = {}
@@ -231,10 +183,10 @@ class History:
         """Adds the data of one poll."""
         self._update_clock(now.ts - now.mono, now.mono)
         self._update_time(now)
-        self.truth.update(now.fresh, now.ranks, now.gpus, now.mono, self.rates.is_slow)
+        self.truth.update(now.fresh, now.ranks, now.gpus)
         self._update_fetch(now.fresh)
         for progress in now.fresh:
-            self.nonfinite.setdefault(progress.rank, NonFinite()).add_record(progress, now.mono)
+            self.nonfinite.setdefault(progress.rank, NonFinite()).add_record(progress)
             if progress.rank == 0:
                 self._update_gate(progress)
                 self.rates.add(progress.toks_per_s)
@@ -247,13 +199,14 @@ class History:
             self._rss_at = now.mono
             self._update_rss(now)
         for gpu in now.gpus:
-            self._update_gpu(gpu, now)
+            if (count := gpu.ecc_uncorrected) is not None:
+                before = min(count, self._ecc_before.get(gpu.index, count))
+                self._ecc_before[gpu.index], self.ecc[gpu.index] = before, count - before
 
     def _update_time(self, now: Readings) -> None:
         elapsed_s = now.mono - (now.mono if self._mono is None else self._mono)
         was_paused, self._mono = self.is_paused, now.mono
         self.is_paused = any(rank.phase in PAUSES and not rank.doubt for rank in now.ranks)
-        self.watched_s += elapsed_s
         if not (was_paused or self.is_paused):
             self._trained_s += elapsed_s
             self._age_s += elapsed_s
@@ -278,15 +231,6 @@ class History:
             elif rank in self._fetch_shares:
                 self.fetch_shares[rank] = min(share, self._fetch_shares[rank])
             self._fetch_shares[rank] = share
-
-    def _update_gpu(self, gpu: Gpu, now: Readings) -> None:
-        if gpu.ecc_uncorrected is not None:
-            counter = self.ecc.setdefault(gpu.index, Counter(gpu.ecc_uncorrected))
-            counter.update(gpu.ecc_uncorrected, now.mono)
-        if gpu.index not in self.xids:
-            since_s = math.inf if gpu.xid_ts is None else max(0.0, now.ts - gpu.xid_ts)
-            self.xids[gpu.index] = Counter(gpu.xid_count, at=now.mono - since_s)
-        self.xids[gpu.index].update(gpu.xid_count, now.mono)
 
     def _update_pace(self, now: Readings) -> None:
         """Adds the lowest step of the ranks, at most every `PACE_EVERY_S`; sets `pace_ratio`.
@@ -330,10 +274,7 @@ class History:
         self.uniform_steps = max(1, progress.step - self._uniform_since)
 
     def _update_rss(self, now: Readings) -> None:
-        used_mib = dict(now.rss_mib)
-        if now.host_free_mib is not None:
-            used_mib[HOST] = -now.host_free_mib
-        for rank, rss_mib in used_mib.items():
+        for rank, rss_mib in now.rss_mib.items():
             points = self._rss.setdefault(rank, deque(maxlen=RSS_POINTS))
             points.append((now.mono, rss_mib))
             if len(points) >= RSS_LEAST:

@@ -18,9 +18,7 @@ class Measured:
     """A measured value with its sentence.
 
     For a stall, `limit_s` is the stall limit, and `lasted_s` is the time without progress.
-    `acts_at` is the value for a strong action; if it is set, `lasted_s` is the time for which
-    `acts_at` has been above 0. `times` is the value whose rise raises the alert again. If `acts_at`
-    or `times` is None, `value` is used in its place.
+    `acts_at` is the value for a strong action, or None if it is `value`.
     """
 
     value: float
@@ -28,7 +26,6 @@ class Measured:
     limit_s: float = 0.0
     lasted_s: float = 0.0
     acts_at: float | None = None
-    times: float | None = None
 
 
 Measure = Callable[[Readings, History, Watch], Measured | None]

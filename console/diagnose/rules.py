@@ -63,8 +63,7 @@ def _throughput_drop(_now: Readings, history: History, _watch: Watch) -> Measure
     ratio = history.rates.ratio
     if ratio is None or history.is_paused or not history.is_current:
         return None
-    slower = history.truth.slower() if ratio < 1 else ""
-    return Measured(ratio, f"throughput fell to at most {ratio:.0%} of its earlier value{slower}")
+    return Measured(ratio, f"throughput fell to at most {ratio:.0%} of its earlier value")
 
 
 def _consecutive(count: Callable[[History], int | None], sentence: str) -> Measure:
@@ -85,9 +84,9 @@ def _consecutive(count: Callable[[History], int | None], sentence: str) -> Measu
 def _non_finite(now: Readings, history: History, _watch: Watch) -> Measured | None:
     """Returns the number of steps of this attempt with non-finite figures, on the worst rank.
 
-    For a strong action, only the newest consecutive records with a non-finite loss count. One alert
-    is enough for such steps in a row. Without such a step nothing is measured, because a former
-    process may have seen one.
+    For a strong action, only the newest consecutive records with a non-finite loss count, while the
+    records are current. Without such a step nothing is measured, because a former process may have
+    seen one.
     """
     found = {rank: each for rank, each in history.nonfinite.items() if each.steps}
     if not found:
@@ -95,16 +94,15 @@ def _non_finite(now: Readings, history: History, _watch: Watch) -> Measured | No
     rank = max(found, key=lambda each: (found[each].steps, -each))
     worst, of = found[rank], f" of rank {rank}" if rank else ""
     text = (
-        f"the {worst.what}{of} of {worst.at} was not finite "
-        f"({counted(worst.steps, 'step')} in this attempt)"
+        f"the {worst.what}{of} was not finite in {counted(worst.steps, 'step')} of this attempt, "
+        f"last at step {worst.step} or before"
     )
-    last = max(found.values(), key=lambda each: each.in_a_row)
-    return Measured(float(worst.steps), text, lasted_s=last.until - last.since,
-                    acts_at=last.in_a_row, times=worst.times)  # fmt: skip
+    in_a_row = max(each.in_a_row for each in found.values()) if history.is_current else 0
+    return Measured(float(worst.steps), text, acts_at=in_a_row)
 
 
 _zero_gradient = _consecutive(
-    lambda history: history.truth.most_zero_norms,
+    lambda history: history.truth.zero_norms.get(0),
     "the gradient norm is zero in {count} consecutive records up to step {step}",
 )
 _gate_collapse = _consecutive(
@@ -122,7 +120,7 @@ def _gate_never_learned(_now: Readings, history: History, _watch: Watch) -> Meas
 
 
 def _memory_growth(now: Readings, history: History, _watch: Watch) -> Measured | None:
-    by_rank = second_sources.growths(now, history)
+    by_rank = {rank: mib_s for rank, mib_s in history.growth_mib_s.items() if rank in now.rss_mib}
     if not by_rank or now.host_free_mib is None:
         return None
     growth = math.fsum(by_rank.values())
@@ -165,25 +163,21 @@ def _loader_slow(now: Readings, history: History, _watch: Watch) -> Measured | N
 
 
 def _ecc(now: Readings, history: History, _watch: Watch) -> Measured | None:
-    counts = {i: found.increase for i, found in history.ecc.items() if found.increase is not None}
-    if not counts:
+    if not history.ecc:
         return None
-    parts = (f"{count} on GPU {gpu}" for gpu, count in counts.items() if count)
+    parts = (f"{count} on GPU {gpu}" for gpu, count in history.ecc.items() if count)
     text = f"uncorrected memory errors in this attempt: {', '.join(parts)}"
-    return Measured(float(sum(counts.values())), text)
+    return Measured(float(sum(history.ecc.values())), text)
 
 
-def _xid(now: Readings, history: History, _watch: Watch) -> Measured | None:
-    """Counts all Xids of GPUs with an Xid within `RECENT_XID_S`, also those of former attempts.
-
-    For this time after its start, a process does not know that there was no Xid.
-    """
-    recent = {i: xids for i, xids in history.xids.items() if now.mono - xids.at < RECENT_XID_S}
-    seen = any(xids.last for xids in recent.values())
-    if not now.gpus or not (seen or history.watched_s >= RECENT_XID_S):
+def _xid(now: Readings, _history: History, _watch: Watch) -> Measured | None:
+    """Counts all Xids of GPUs with an Xid within `RECENT_XID_S`, also those of former attempts."""
+    if not now.gpus:
         return None
-    text = "; ".join(_xids_of(gpu, now.ts) for gpu in now.gpus if gpu.index in recent)
-    return Measured(float(sum(xids.last for xids in recent.values())), text)
+    recent = [gpu for gpu in now.gpus if gpu.xid_count
+              and (gpu.xid_ts is None or now.ts - gpu.xid_ts < RECENT_XID_S)]  # fmt: skip
+    text = "; ".join(_xids_of(gpu, now.ts) for gpu in recent)
+    return Measured(float(sum(gpu.xid_count for gpu in recent)), text)
 
 
 def _xids_of(gpu: Gpu, now_ts: float) -> str:
@@ -256,7 +250,7 @@ TABLE: tuple[Rule, ...] = (
          0.7, 0.8, 60.0, _throughput_drop, second_sources.by_pace, severe=0.1,
          anomaly="throughput_flatline"),
     Rule("non_finite", "steps of this attempt whose loss or gradients are not finite", "steps",
-         1, 0, 0.0, _non_finite, second_sources.by_loss, "crit", anomaly="nan_loss", again_s=60.0),
+         1, 0, 0.0, _non_finite, second_sources.by_loss, "crit", anomaly="nan_loss", again_s=600.0),
     Rule("zero_gradient", "gradient norm of exactly zero", "consecutive records",
          3, 0, 0.0, _zero_gradient, second_sources.gradient_recorded, "crit", anomaly="zero_grad"),
     Rule("gate_collapse",
@@ -268,7 +262,7 @@ TABLE: tuple[Rule, ...] = (
     Rule("gate_never_learned", "entropy of the attention gate within 1 % of its maximum", "steps",
          1000, 0, 0.0, _gate_never_learned),
     Rule("memory_growth", "time until the host's memory is full, at the present growth", "s",
-         3600, 7200, 120.0, _memory_growth, second_sources.by_host),
+         3600, 7200, 120.0, _memory_growth),
     Rule("memory_ceiling", "share of the host's memory in use", "share",
          0.95, 0.92, 30.0, _memory_ceiling, second_sources.by_kernel),
     Rule("gpu_memory_ceiling", "share of a GPU's memory in use", "share",

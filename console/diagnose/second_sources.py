@@ -8,19 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from console.diagnose.readings import HOST, History, Readings, gate_collapsed
+from console.diagnose.readings import History, Readings, gate_collapsed
 from console.diagnose.rule import Corroborate
 from console.sources.pace import Progress
 
-PACE_LOST, FALL_SEEN = 0.5, 0.5
-"""A drop of throughput is confirmed if the pace is at most `PACE_LOST` times the earlier pace.
-Growth of memory is confirmed if the host's available memory falls by at least `FALL_SEEN` times the
-growth."""
-
-
-def growths(now: Readings, history: History) -> dict[int, float]:
-    """Returns the growth of the memory of each rank, in MiB per second."""
-    return {rank: mib_s for rank, mib_s in history.growth_mib_s.items() if rank in now.rss_mib}
+PACE_LOST = 0.5
+"""A drop of throughput is confirmed if the pace is at most this many times the earlier pace."""
 
 
 def by_kernel(_now: Readings, _history: History) -> str:
@@ -39,19 +32,6 @@ def by_pace(_now: Readings, history: History) -> str:
         return "the steps of the ranks do not show a pace yet"
     if history.pace_ratio > PACE_LOST:
         return f"the steps of the ranks show {history.pace_ratio:.0%} of the earlier pace"
-    return ""
-
-
-def by_host(now: Readings, history: History) -> str:
-    """Confirms growth of the ranks' memory if the available memory of the host falls.
-
-    The memory of a rank includes pages of files, which the kernel can free.
-    """
-    fall, growth = history.growth_mib_s.get(HOST), math.fsum(growths(now, history).values())
-    if fall is None:
-        return "the available memory of the host is not known for long enough"
-    if fall < FALL_SEEN * growth:
-        return f"the available memory of the host falls by {fall * 60:.0f} MiB a minute"
     return ""
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from statistics import median
+from statistics import fmean
 
 from console.diagnose.readings import History, Readings
 from console.diagnose.rule import Measured, Rule
@@ -171,9 +171,9 @@ def _model_size(now: Readings, _history: History, _watch: Watch) -> Measured | N
 
 
 def _host_bound(now: Readings, history: History, _watch: Watch) -> Measured | None:
-    """Returns the median share of time in which the GPUs are busy.
+    """Returns the share of the time in which the GPUs are busy.
 
-    Returns None unless there are enough steps, and rank 0's newest phase times add up to 70-101 %
+    Returns None unless there are enough samples, and rank 0's newest phase times add up to 70-101 %
     of its step time.
     """
     busy, progress = history.truth.busy, now.progress.get(0)
@@ -183,7 +183,7 @@ def _host_bound(now: Readings, history: History, _watch: Watch) -> Measured | No
     if not HOST_BOUND_SHARE <= math.fsum(shares.values()) <= 1 + SIZES_DIFFER:
         return None
     phase = max(shares, key=lambda each: shares[each])
-    used = median(busy)
+    used = fmean(share for share, _ in busy)
     text = (
         f"the GPUs are busy for {used:.0%} of a step, and {phase} takes {shares[phase]:.0%} of "
         "it: the GPUs wait for the host; try train.compile, a larger batch or a faster data source"
@@ -194,15 +194,16 @@ def _host_bound(now: Readings, history: History, _watch: Watch) -> Measured | No
 def _no_power(_now: Readings, history: History, _watch: Watch) -> Measured | None:
     """Returns power draw ÷ power limit of the GPUs, or 1 if their utilisation is below `BUSY`.
 
-    Returns None while there are too few steps, or if the power in a step is not known.
+    Returns None while there are too few samples, or if a sample lacks the power.
     """
-    busy, power = history.truth.busy, history.truth.power
-    if len(power) < LEAST_BUSY or len(power) < len(busy):
+    busy = history.truth.busy
+    powers = [power for _, power in busy if power is not None]
+    if len(busy) < LEAST_BUSY or len(powers) < len(busy):
         return None
-    used, drawn = median(busy), median(power)
+    used, drawn = fmean(share for share, _ in busy), fmean(powers)
     text = (
-        f"the GPUs report {used:.0%} utilisation and draw {drawn:.0%} of their power limit, median "
-        f"of {len(power)} steps: their kernels wait or are tiny; profile a step"
+        f"the GPUs report {used:.0%} utilisation and draw {drawn:.0%} of their power limit, mean "
+        f"of {len(busy)} samples: their kernels wait or are tiny; profile a step"
     )
     return Measured(drawn if used >= BUSY else 1.0, text)
 

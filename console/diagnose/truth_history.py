@@ -13,6 +13,7 @@ from statistics import fmean, median
 from console.diagnose.rank_evidence import RankEvidence
 from console.model import Gpu
 from console.sources.pace import LONGEST_STEP_S, TIMED_PHASES, Progress
+from console.status_text import rank_names
 
 KEPT_STEPS, KEPT_LOSSES, KEPT_SKIPS = 48, 512, 256
 WINDOW, LEAST = 16, 8
@@ -22,13 +23,14 @@ SURE_Z, LEAST_SPREAD = 4.0, 0.02
 SURELY = 1.15
 """A difference is certain if the lower bound of its ratio is at least this value."""
 SLOWER, MATERIAL = 1.3, 0.1
-"""Bounds for a slower rank: the least ratio of its time to the usual time, and the least difference
-of the two times as a share of a step."""
+"""Bounds for a slower rank: the least ratio of its time to that of the others, and the least
+difference of the two times as a share of a step."""
 ROUNDED_TO = 4
 """A figure with at most this many decimals may be rounded, so it may repeat by chance."""
 STEPPING = frozenset((*TIMED_PHASES, "log", "step"))
-WARM_STEPS, RATED_EVERY_S = 5, 10.0
+WARM_STEPS = 5
 KEPT_BUSY, LEAST_BUSY = 120, 20
+"""Number of newest samples of the GPUs, and the least number that is enough."""
 HALF_BITS = 11
 """A figure with at most this many significant bits may be rounded to half precision."""
 SHORTEST_S, LARGEST_LOSS, LARGEST_LOAD = 1e-9, 1e6, 10.0
@@ -73,40 +75,26 @@ class TruthHistory:
         self.same: dict[str, Same] = {"loss": Same(), "grad_norm": Same()}
         self.zero_norms: dict[int, int] = {}
         """Number of consecutive records with a gradient norm of zero, by rank."""
-        self.most_zero_norms: int | None = None
-        """The highest such number of rank 0 since the last poll, None before its first norm."""
-        self.busy: deque[float] = deque(maxlen=KEPT_BUSY)
-        """Mean utilisation of the GPUs (0 to 1), added when the slowest rank finishes a step."""
-        self.power: deque[float] = deque(maxlen=KEPT_BUSY)
-        """Mean power draw ÷ power limit of the GPUs, added with `busy` if it is known."""
+        self.busy: deque[tuple[float, float | None]] = deque(maxlen=KEPT_BUSY)
+        """Mean utilisation (0 to 1) and mean power draw ÷ power limit of the GPUs by sample.
+
+        Only samples in training steps are stored. The power is None if it is not known.
+        """
         self._skips: deque[tuple[int, int]] = deque(maxlen=KEPT_SKIPS)
         self._steps: dict[int, dict[int, Progress]] = {}
         self._newest: dict[int, Progress] = {}
-        self._added = 0
-        self._slow: tuple[float, str] | None = None
-        self._slow_at, self._slow_mono, self._mono = 0, -math.inf, 0.0
-        self._usual: dict[int, dict[str, float]] = {}
-        self._usual_at, self._usual_step_s = 0, 0.0
-        self._busy_step: int | None = None
-        self._samples: list[tuple[float, float | None]] = []
 
     def update(
-        self, fresh: Sequence[Progress], ranks: Sequence[RankEvidence], gpus: Sequence[Gpu],
-        mono: float, is_slow: bool,
+        self, fresh: Sequence[Progress], ranks: Sequence[RankEvidence], gpus: Sequence[Gpu]
     ) -> None:  # fmt: skip
-        """Adds the new records and one sample of the GPUs taken at `mono` (monotonic s).
-
-        `is_slow` says that the run is slower than before.
-        """
-        self._mono, most = mono, self.zero_norms.get(0)
+        """Adds the new records and one sample of the GPUs."""
         for progress in fresh:
             self._add(progress)
-            most = self.zero_norms.get(0) if most is None else max(most, self.zero_norms[0])
-        self.most_zero_norms = most
-        if fresh and not is_slow:
-            self._update_usual()
-        if gpus:
-            self._add_busy(ranks, self.own_gpus(gpus))
+        is_training = all(
+            each.phase in STEPPING and each.step > each.first_step + WARM_STEPS for each in ranks
+        )
+        if is_training:
+            self._add_busy(self.own_gpus(gpus))
 
     def _add(self, progress: Progress) -> None:
         rank, norm = progress.rank, progress.grad_norm
@@ -116,7 +104,6 @@ class TruthHistory:
         self._steps.setdefault(progress.step, {})[rank] = progress
         if len(self._steps) > KEPT_STEPS:
             del self._steps[next(iter(self._steps))]
-        self._added += 1
         if rank == 0:
             self._add_first_rank(progress)
 
@@ -193,12 +180,6 @@ class TruthHistory:
         The ratio is a lower bound until the difference is certain, and 1 if the difference is
         small. Returns None for a single rank, or until there are enough records.
         """
-        if self._slow_at != self._added and self._mono - self._slow_mono >= RATED_EVERY_S:
-            self._slow_at, self._slow_mono = self._added, self._mono
-            self._slow = self._find_slow(phases)
-        return self._slow
-
-    def _find_slow(self, phases: Sequence[str]) -> tuple[float, str] | None:
         steps = [
             found for found in self._complete()[-WINDOW:]
             if all(spent(each, phases) > 0 for each in found.values())
@@ -225,61 +206,14 @@ class TruthHistory:
         phase = max(parts, key=lambda name: parts[name][0] - parts[name][1])
         mine_s, theirs_s = _compared(steps, rank, "backward")
         waits = "; the others wait for it in backward" if theirs_s - mine_s >= excess_s / 2 else ""
-        who = self._in_words([r for r in sorted(usual) if usual[r] >= SLOWER * usual_s] or [rank])
+        slower = [r for r in sorted(usual) if usual[r] >= SLOWER * usual_s] or [rank]
+        who = rank_names(slower, "takes", "each take")
         text = (
-            f"{who} takes {ratio:.1f} times as long as the other ranks in {' and '.join(phases)}, "
+            f"{who} {ratio:.1f} times as long as the other ranks in {' and '.join(phases)}, "
             f"mostly in {phase} ({parts[phase][0]:.3g} s against {parts[phase][1]:.3g} s, median "
             f"of {len(steps)} records){waits}; compare clocks, temperature, CPU load and data"
         )
         return ratio if bound >= SURELY else bound, text
-
-    def _update_usual(self) -> None:
-        """Replaces the usual times after every `WINDOW` records per rank.
-
-        Fewer than `WINDOW` complete steps replace nothing.
-        """
-        if self._added - self._usual_at < WINDOW * len(self._newest):
-            return
-        steps, self._usual_at = self._complete(), self._added
-        if len(steps) >= WINDOW:
-            self._usual = {rank: _medians(steps, rank) for rank in self._newest}
-            self._usual_step_s = median(found[min(found)].step_s or 0.0 for found in steps)
-
-    def slower(self) -> str:
-        """Returns a text with the ranks known to be slower than before and their phase, or ""."""
-        steps = self._complete()[-LEAST:]
-        if len(steps) < LEAST or self._usual.keys() != self._newest.keys():
-            return ""
-        now = {rank: _medians(steps, rank) for rank in self._newest}
-        found: list[tuple[bool, float, str, dict[int, float]]] = []
-        for phase in TIMED_PHASES:
-            pairs = {rank: (self._usual[rank][phase], now[rank][phase]) for rank in now}
-            growth_s = max(new - old for old, new in pairs.values())
-            ratios = {
-                rank: new / old for rank, (old, new) in pairs.items()
-                if new > old > 0 and new - old >= growth_s / 2
-            }  # fmt: skip
-            material = growth_s >= MATERIAL * self._usual_step_s
-            if material and max(ratios.values(), default=0.0) >= SLOWER:
-                # In backward a rank also waits for slower ranks, so other phases come first.
-                found.append((phase != "backward", growth_s, phase, ratios))
-        if not found:
-            return ""
-        _, _, phase, ratios = max(found, key=lambda each: each[:2])
-        everyone = len(ratios) == len(self._newest) > 1
-        who = "all ranks take" if everyone else f"{self._in_words(sorted(ratios))} takes"
-        return f"; {who} {median(ratios.values()):.1f} times as long as before in {phase}"
-
-    def _in_words(self, ranks: Sequence[int]) -> str:
-        """Returns the names of ranks; adds the host if the host has no other ranks.
-
-        The host is not added for a single rank, or for all ranks of the run.
-        """
-        hosts = {self._newest[rank].host for rank in ranks}
-        of_host = [rank for rank, each in self._newest.items() if each.host in hosts]
-        if len(hosts) == 1 < len(ranks) == len(of_host) < len(self._newest):
-            return f"each rank of host {hosts.pop()} ({', '.join(map(str, ranks))})"
-        return f"{'each of ranks' if len(ranks) > 1 else 'rank'} {', '.join(map(str, ranks))}"
 
     # --- over the samples ----------------------------------------------------------------------
 
@@ -299,41 +233,20 @@ class TruthHistory:
         """Returns whether a rank has recorded the memory of a GPU."""
         return any(each.gpu_mem_reserved is not None for each in self._newest.values())
 
-    def _add_busy(self, ranks: Sequence[RankEvidence], gpus: Sequence[Gpu]) -> None:
-        """Adds a sample of the GPUs.
-
-        When the slowest rank has finished a step, the mean utilisation is appended to `busy`. The
-        samples are dropped if the utilisation is not known, or if a rank is in its first steps or
-        in a phase outside `STEPPING`.
-        """
+    def _add_busy(self, gpus: Sequence[Gpu]) -> None:
+        """Adds a sample of the GPUs; ignores the sample if no utilisation is known."""
         used = [g.util_pct for g in gpus if g.util_pct is not None and 0 <= g.util_pct <= 100]
-        step = min((each.step for each in ranks), default=0)
-        warm = all(each.step > each.first_step + WARM_STEPS for each in ranks)
-        if not used or not warm or any(each.phase not in STEPPING for each in ranks):
-            self._busy_step, self._samples = None, []
+        if not used:
             return
-        if self._busy_step is not None and step > self._busy_step and self._samples:
-            self.busy.append(fmean(busy for busy, _ in self._samples))
-            powers = [power for _, power in self._samples if power is not None]
-            if powers:
-                self.power.append(fmean(powers))
-            self._samples = []
-        self._busy_step = step if self._busy_step is None else max(step, self._busy_step)
         shares = [g.power_w / g.power_limit_w for g in gpus if g.power_w and g.power_limit_w]
         known = len(shares) == len(gpus) and 0 < min(shares) <= max(shares) < LARGEST_LOAD
-        power = fmean(shares) if known else None
-        self._samples = [*self._samples[-KEPT_BUSY:], (fmean(used) / 100, power)]
+        self.busy.append((fmean(used) / 100, fmean(shares) if known else None))
 
 
 def spent(progress: Progress, phases: Sequence[str]) -> float:
     """Returns the seconds that a rank spent in the given phases; an invalid time adds nothing."""
     times = (getattr(progress, f"dt_{phase}_s") for phase in phases)
     return math.fsum(s for s in times if s is not None and SHORTEST_S <= s <= LONGEST_STEP_S)
-
-
-def _medians(steps: Sequence[dict[int, Progress]], rank: int) -> dict[str, float]:
-    """Returns the median seconds of a rank in each phase."""
-    return {p: median(spent(found[rank], (p,)) for found in steps) for p in TIMED_PHASES}
 
 
 def _compared(steps: Sequence[dict[int, Progress]], rank: int, phase: str) -> tuple[float, float]:

@@ -273,19 +273,16 @@ def _positions(moment: Moment, first: RankEvidence | None) -> tuple[str, ...]:
     counted = any(each.collectives for each in ranks)
     return tuple(
         f"rank {each.rank}: process state {each.state}, {each.position_text}, unchanged for "
-        f"{each.unchanged_s:.0f} s, limit {_limit(each, moment.watch)}"
+        f"{each.unchanged_s:.0f} s, limit {_limit_s(each, moment.watch):.0f} s"
         + (f", {each.collectives} collectives by its own count" if counted else "")
         for each in ranks[:EVIDENCE_LINES]
     )
 
 
-def _limit(rank: RankEvidence, watch: Watch) -> str:
+def _limit_s(rank: RankEvidence, watch: Watch) -> float:
     """Returns the stall limit, or the shorter limit of a rank that cannot continue."""
     limit = limit_s(rank, watch)
-    if rank.state in (*STOPPED_STATES, *ENDED_STATES) and limit > NAMED_AFTER_S:
-        ended = "ended" if rank.state in ENDED_STATES else "stopped"
-        return f"{NAMED_AFTER_S:.0f} s because it is {ended}"
-    return f"{limit:.0f} s"
+    return min(limit, NAMED_AFTER_S) if rank.state in LASTING_STATES else limit
 
 
 def _since(moment: Moment, rank: RankEvidence) -> str:

@@ -3,8 +3,7 @@
 An alert is raised when its condition has lasted for the rule's `for_s`. A strong action also needs
 a severe value, a condition that has lasted at least three times as long, and the confirmation of
 the rule's second source. Until the confirmation, the action is withheld. Until a raised rule is
-cleared, its action is returned at most once. In that time, a withheld action is reported once, and
-again only after a report that it was no longer due.
+cleared, its action is returned at most once.
 """
 
 from __future__ import annotations
@@ -25,15 +24,14 @@ interval if that is longer."""
 REPORT_WITHHELD_AT = 2
 """Number of the unconfirmed update at which a due action is reported as withheld. The first
 unconfirmed update is not reported, because a record may be late."""
-Kind = Literal["raise", "clear", "act", "withhold", "lapse"]
+Kind = Literal["raise", "clear", "act", "withhold"]
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
     """A change of one rule. The kind `act` says that `action` is due and not withheld.
 
-    The kind `withhold` says that `action` is due, but not confirmed; `text` says why. The kind
-    `lapse` says that a withheld action is no longer due, although the rule stays raised.
+    The kind `withhold` says that `action` is due, but not confirmed; `text` says why.
     """
 
     kind: Kind
@@ -52,7 +50,7 @@ class _State:
     """Number of updates at which an action was due and the second source did not confirm it."""
     breached_s: float | None = None
     """Observed duration of the breach until the rule is raised; None without a breach."""
-    times: float = math.inf
+    raised_value: float = math.inf
     """The value above which the alert is raised again, infinite if none is known."""
     raised_at: float = 0.0
     """Time at which the rule was last raised or raised again."""
@@ -95,7 +93,6 @@ class Watchdog:
         """Marks the rules with these names as raised; ignores other names."""
         for name in self._states.keys() & set(raised):
             self._states[name] = _State(raised=True)
-            self._history.rates.is_restored |= name == THROUGHPUT_DROP
 
     def raised(self) -> tuple[str, ...]:
         """Returns the names of the rules that are raised."""
@@ -113,15 +110,13 @@ class Watchdog:
             state.breached_s, state.severe_s = None, 0.0
         elif state.raised:
             yield from self._raise_again(rule, state, measured, now.mono)
-            if rule.is_severe(measured):
-                state.severe_s += gap_s
-            else:
-                yield from self._lapse(rule, state, measured)
+            state.severe_s = state.severe_s + gap_s if rule.is_severe(measured) else 0.0
             yield from self._act(rule, state, measured, now)
         else:
             state.breached_s = 0.0 if state.breached_s is None else state.breached_s + gap_s
             if state.breached_s >= rule.for_s:
-                state.raised, state.times, state.raised_at = True, _times(measured), now.mono
+                state.raised, state.raised_value = True, measured.value
+                state.raised_at = now.mono
                 yield Change("raise", rule, measured.text, measured.value, rule.level)
                 yield from self._act(rule, state, measured, now)
 
@@ -129,18 +124,12 @@ class Watchdog:
         self, rule: Rule, state: _State, measured: Measured, mono: float
     ) -> Iterator[Change]:  # fmt: skip
         """Raises the alert of a raised rule again if its value rose and `again_s` has passed."""
-        if not rule.again_s or _times(measured) <= state.times:
-            state.times = _times(measured)
+        if not rule.again_s or measured.value <= state.raised_value:
+            state.raised_value = measured.value
         elif mono - state.raised_at >= rule.again_s:
-            state.times, state.raised_at = _times(measured), mono
+            state.raised_value, state.raised_at = measured.value, mono
             yield Change("clear", rule, "replaced by the next alert", measured.value)
             yield Change("raise", rule, measured.text, measured.value, rule.level)
-
-    def _lapse(self, rule: Rule, state: _State, measured: Measured) -> Iterator[Change]:
-        """Sets the time of a severe value to 0; yields the end of a reported withheld action."""
-        if state.unconfirmed >= REPORT_WITHHELD_AT:
-            yield Change("lapse", rule, f"{rule.action} is no longer due", measured.value)
-        state.severe_s, state.unconfirmed = 0.0, 0
 
     def _act(
         self, rule: Rule, state: _State, measured: Measured, now: Readings
@@ -165,10 +154,10 @@ class Watchdog:
 
     def _lasted(self, rule: Rule, state: _State, measured: Measured) -> bool:
         """Returns whether a value is severe and has lasted long enough for a strong action."""
-        observed_s = (STRONG_TIMES - 1) * max(rule.for_s, measured.limit_s)
+        # The severe value may be newer than the alert if it is another value.
+        times = STRONG_TIMES - 1 if measured.acts_at is None else STRONG_TIMES
+        observed_s = times * max(rule.for_s, measured.limit_s)
         act_s = self._act_s(measured.limit_s) if measured.limit_s else 0.0
-        if measured.acts_at is not None:  # the severe value may be newer than the alert
-            act_s = STRONG_TIMES * rule.for_s
         long_enough = state.severe_s >= observed_s and measured.lasted_s >= act_s
         return rule.is_severe(measured) and long_enough
 
@@ -188,7 +177,3 @@ class Watchdog:
         if action in STRONG:
             return f"{text}, and {self._act_s(limit_s) - limit_s:g} s later {action}"
         return f"{text} only" if action == "warn" else f"{text}, then {action}"
-
-
-def _times(measured: Measured) -> float:
-    return measured.value if measured.times is None else measured.times

@@ -7,12 +7,10 @@ loaded.
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from console.model import Level, Result
 from console.plan import PLACEHOLDER, Checkpoints
@@ -26,11 +24,8 @@ from trainers.contract import flags, jsonl, rundir
 
 LOW_PRIORITY = ("nice", "-n", "19")
 LOADS = (sys.executable, "-P", "-m", "trainers.load")
-DAMAGED, AGAIN_S = 15, 1.0
-"""The exit code for a damaged checkpoint, and the time until it is loaded once more.
-
-The second try excludes a temporary error of the disk, and a checkpoint that is being removed.
-"""
+DAMAGED = 15
+"""The exit code for a damaged checkpoint."""
 PROGRAM_BYTES = 512 << 20
 """Memory that the loading program may need in addition to the size of the files.
 
@@ -41,22 +36,16 @@ Outcome = tuple[Result, Level, str]
 
 
 class CheckpointCheck:
-    """Owns the check of the newest checkpoint; `event` and `alerts` are those of the run.
-
-    `former` is the `document` of a former working process, or {}.
-    """
+    """Owns the check of the newest checkpoint; `event` and `alerts` are those of the run."""
 
     def __init__(
         self, run: Path, plan: Checkpoints, event: Callable[..., object], alerts: Alerts,
-        summary: Summary, former: Mapping[str, Any], loads: tuple[str, ...] = LOADS,
+        summary: Summary, loads: tuple[str, ...] = LOADS,
     ):  # fmt: skip
         self._run, self._plan, self._event, self._alerts = run, plan, event, alerts
         self._summary, self._loads = summary, loads
-        # A check that was cut short is repeated.
-        done = {} if jsonl.text(former, "doing") else former
-        self._newest = jsonl.integer(done, "attempt") or 0, jsonl.integer(done, "step") or 0
+        self._newest = 0, 0
         """Attempt and step of the newest checkpoint whose check began."""
-        self._results = {key: jsonl.text(done, key)[:400] for key in ALERTS}
         self._doing = ""
         """The program that runs: a key of `ALERTS`, or "" for none."""
         self._job: Future[Outcome] | None = None
@@ -73,11 +62,6 @@ class CheckpointCheck:
         verb = {"load": "loaded", "backup": "backed up"}.get(self._doing)
         return f"the checkpoint of step {self._newest[1]} is being {verb}" if verb else ""
 
-    def document(self) -> dict[str, Any]:
-        """Returns the value of the key `checkpoint_check` of supervisor.json."""
-        attempt, step = self._newest
-        return {"attempt": attempt, "step": step, "doing": self.doing, **self._results}
-
     def poll(self, attempt: int, newest: int) -> None:
         """Reports a program that has ended, and starts the next program; never waits.
 
@@ -92,7 +76,7 @@ class CheckpointCheck:
             self._report(ended)
         wanted = self._plan.load or self._plan.backup
         if self._job is None and wanted and newest and (attempt, newest) != self._newest:
-            self._newest, self._results = (attempt, newest), dict.fromkeys(ALERTS, "")
+            self._newest = attempt, newest
             self._begin("load", self._load)
 
     def stop(self) -> None:
@@ -110,7 +94,6 @@ class CheckpointCheck:
         """Records a result; after a successful load, begins the back-up of the plan, if any."""
         what, self._doing, step = self._doing, "", self._newest[1]
         result, level, text = ended.result()
-        self._results[what] = result
         self._event("checkpoint", text, level, step=step, what=what, result=result)
         if level != "info" or result == "pass":
             self._alerts.clear(ALERTS[what], f"a newer result: {text}")
@@ -129,9 +112,6 @@ class CheckpointCheck:
             return "unknown", "warn", f"{name} is not loaded: {lack}"
         environment = inherited() | {flags.DEVICES: "", "OMP_NUM_THREADS": "1"}
         ended = self._program(argv, environment, self._plan.load_s)
-        if ended.code == DAMAGED:
-            time.sleep(AGAIN_S)
-            ended = self._program(argv, environment, self._plan.load_s)
         if not ended.failure:
             return "pass", "info", f"{name} is loaded: {ended.last_line}"
         if end := self._harmless(step, path):

@@ -63,12 +63,7 @@ class Hooks:
         if self._count and time.monotonic() >= self._next_at:
             self._next_at = time.monotonic() + self._settings.hook_every_s
             alert = document(list(self._waiting), self._count)
-            try:
-                self._run = self._runs.submit(run, self._argv, self._folder, alert, self._limit_s)
-            except RuntimeError as error:  # no thread can be started, so the alerts wait
-                self._runs = ThreadPoolExecutor(1, "hook")  # the former queue contains the alert
-                self._report(f"cannot be started: {error}")
-                return
+            self._run = self._runs.submit(run, self._argv, self._folder, alert, self._limit_s)
             self._waiting.clear()
             self._count = 0
 

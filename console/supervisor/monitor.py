@@ -96,11 +96,8 @@ class Monitor:
                     "progress again; stop ends it now")  # fmt: skip
         if self._run.settings:
             return ".HALT is written; all ranks stop at the same step and save a checkpoint"
-        if self._heads():
-            return (".HALT is written; all ranks stop at the same step; only the trainers of this "
-                    "project then save a checkpoint")  # fmt: skip
-        return (".HALT is written, but no rank has a record: a program that does not call join "
-                "ignores .HALT; stop ends it")  # fmt: skip
+        return (".HALT is written; a program that does not call join ignores it, and only the "
+                "trainers of this project save a checkpoint; stop ends it")  # fmt: skip
 
     def on_stall(self) -> tuple[str, str]:
         """Returns two values: the action on a stall, and the policy on a stall in words."""
@@ -304,8 +301,6 @@ class Monitor:
         name = change.rule.name
         if change.kind == "withhold":
             self._alerts.raise_(_withheld(name), change.text, "crit")
-        elif change.kind == "lapse":
-            self._alerts.clear(_withheld(name), change.text)
         elif change.kind == "clear":
             self._alerts.clear(_withheld(name), change.text)
             if name != STALL:
@@ -346,7 +341,7 @@ def readings(
     as in `Readings`.
     """
     total_mib, free_mib = process.host_memory_mib() if here else (None, None)
-    record_ts = [jsonl.number(head.last.record, "ts") or 0.0 for head in heads.values()]
+    record_ts = [jsonl.number(head.last, "ts") or 0.0 for head in heads.values()]
     return Readings(
         mono=time.monotonic(), ts=time.time(),
         ranks=tuple(each for each in seen if 0 <= each.unchanged_s < LONGEST_STILL_S),

@@ -15,7 +15,6 @@ import gzip
 import math
 import os
 import shutil
-import stat
 import time
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +27,6 @@ from trainers.contract import jsonl, rundir
 LOG_LIMIT = 64 << 20
 RESERVE_BYTES = 64 << 20
 """Free space that a copy leaves on the disk, for a checkpoint."""
-MAX_FILES = 4096
 CHUNK_BYTES = 1 << 20
 LONGEST = 2
 """If a log is longer than this many times the limit, only its end is copied."""
@@ -45,76 +43,61 @@ class Rotation:
     ):
         self._folder, self._limit, self._reserve = folder, limit_bytes, reserve_bytes
         self._longest = LONGEST * limit_bytes
-        self._failed: set[str] = set()
+        self._failed: set[Path] = set()
 
     def poll(self) -> str:
         """Rotates at most one long log; returns a sentence to report, or "".
 
         A poll rotates only one log, because the thread also has to read requests and records.
         """
-        at = jsonl.open_inside(self._folder, self._folder.parents[1])
-        if at is None:
+        if self._folder.is_symlink():
             return ""
-        try:
-            names = [name for name in os.listdir(at)[:MAX_FILES] if name.endswith(".log")]
-            return next(filter(None, (self._try(at, name) for name in sorted(names))), "")
-        except OSError:
-            return ""
-        finally:
-            os.close(at)
+        logs = (path for path in sorted(self._folder.glob("*.log")) if self._is_long(path))
+        return next(filter(None, map(self._try, logs)), "")
 
-    def _try(self, at: int, name: str) -> str:
-        """Rotates one log if it is too long; returns a sentence to report, or ""."""
+    def _is_long(self, path: Path) -> bool:
+        return not path.is_symlink() and jsonl.size_bytes(path) > self._limit
+
+    def _try(self, path: Path) -> str:
+        """Rotates one log; returns a sentence to report, or ""."""
         try:
-            status = os.stat(name, dir_fd=at, follow_symlinks=False)
-            if not stat.S_ISREG(status.st_mode) or status.st_size <= self._limit:
-                return ""
-            text = self._rotate(at, name)
+            start = self._rotate(path)
         except OSError as error:
-            if name in self._failed:
+            if path in self._failed:
                 return ""
-            self._failed.add(name)
-            return f"{name} is too long and cannot be rotated ({error.strerror}); it keeps growing"
-        self._failed.discard(name)
-        return text
-
-    def _rotate(self, at: int, name: str) -> str:
-        """Copies and truncates one log. Raises OSError; in that case the log is unchanged."""
-        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        fd = os.open(name, flags, dir_fd=at)
-        try:
-            status, space = os.fstat(fd), os.fstatvfs(at)
-            if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-                raise OSError(errno.EMLINK, "it is not a regular file with one hard link")
-            start = max(0, status.st_size - self._longest)
-            if space.f_bavail * space.f_frsize < status.st_size - start + self._reserve:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            self._copy_and_truncate(at, name, fd, start)
-        finally:
-            os.close(fd)
+            self._failed.add(path)
+            why = f"cannot be rotated ({error.strerror}); it keeps growing"
+            return f"{path.name} is too long and {why}"
+        self._failed.discard(path)
         without = f" without the first {start / MIB:.1f} MiB" if start else ""
-        return f"{name} was rotated: its content is in {name}.1{without}"
+        return f"{path.name} was rotated: its content is in {path.name}.1{without}"
 
-    def _copy_and_truncate(self, at: int, name: str, fd: int, start: int) -> None:
-        """Moves the content of an open log to `.1`.
+    def _rotate(self, path: Path) -> int:
+        """Moves the content of a log to `.1`; returns the offset of the first byte in `.1`.
 
         The log is copied, and the copy is renamed. Bytes written during the copying are added.
-        Then the log is truncated.
+        Then the log is truncated. Raises OSError; in that case the log is unchanged.
         """
-        temporary = f".{name}.copy"
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary, dir_fd=at)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        out = os.open(temporary, flags, 0o600, dir_fd=at)
+        copy = path.with_name(f".{path.name}.copy")
+        copy.unlink(missing_ok=True)
         try:
-            end = _copy(fd, out, start, start + 2 * self._longest)
-            os.rename(temporary, f"{name}.1", src_dir_fd=at, dst_dir_fd=at)
-            _copy(fd, out, end, start + 2 * self._longest)
-            os.ftruncate(fd, 0)
+            with path.open("r+b") as log, open(copy, "xb", opener=_private) as out:
+                size = os.fstat(log.fileno()).st_size
+                start = max(0, size - self._longest)
+                most = start + 2 * self._longest
+                if shutil.disk_usage(self._folder).free < size - start + self._reserve:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                end = _copy(log.fileno(), out.fileno(), start, most)
+                copy.rename(record_files.rotated_log(path))
+                _copy(log.fileno(), out.fileno(), end, most)
+                os.ftruncate(log.fileno(), 0)
         finally:
-            os.close(out)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary, dir_fd=at)
+            copy.unlink(missing_ok=True)
+        return start
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
 
 
 def _copy(fd: int, out: int, start: int, end: int) -> int:
@@ -141,22 +124,17 @@ def _compress(part: Path) -> None:
     """Replaces a plain part by a compressed part; if that fails, the plain part remains."""
     whole = part.with_name(part.name + record_files.GZIP)
     half = part.with_name(f".{whole.name}.tmp")
+    half.unlink(missing_ok=True)
     try:
-        half.unlink(missing_ok=True)
-        with (
-            jsonl.opened(part) as fd,
-            open(fd, "rb", closefd=False) as plain,
-            half.open("xb") as out,
-        ):
+        with part.open("rb") as plain, half.open("xb") as out:
             with gzip.GzipFile("", "wb", GZIP_LEVEL, out) as packed:
                 shutil.copyfileobj(plain, packed, CHUNK_BYTES)
             out.flush()
             os.fsync(out.fileno())
         half.replace(whole)
-        part.unlink()
-    except OSError:
-        with contextlib.suppress(OSError):
-            half.unlink(missing_ok=True)
+    finally:
+        half.unlink(missing_ok=True)
+    part.unlink()
 
 
 class Upkeep:
@@ -173,7 +151,8 @@ class Upkeep:
             self._directory.job(self._run_job, partial(self._report, event), self._run)
 
     def _run_job(self) -> str:
-        divide(self._directory, self._samples)
+        with contextlib.suppress(OSError):  # for example, the disk is full
+            divide(self._directory, self._samples)
         return self._rotation.poll()
 
     def _report(self, event: Callable[..., object], text: str | None, _: object) -> None:

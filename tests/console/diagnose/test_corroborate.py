@@ -120,7 +120,7 @@ FIGURES = [
 def test_a_loss_that_is_nan_on_another_rank_raises_an_alert_and_no_action():
     found = changes(lambda step: figures(step, {}, BAD["non_finite"]), "non_finite", 300)
     assert kinds(found) == ["raise", "withhold"]
-    assert found[0][1].startswith("the loss of rank 1 of step")
+    assert found[0][1].startswith("the loss of rank 1 was not finite")
     assert "rank 0 records another value" in found[-1][1]
 
 

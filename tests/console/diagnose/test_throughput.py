@@ -155,19 +155,3 @@ def test_a_loader_that_stays_slow_is_reported(every):
         for _ in range(80 // every):
             fetching(run, share, 10, every)
     assert run.kinds == ["raise"]
-
-
-# --- memory_growth ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("fall", "kind"), [(10.0, "act"), (6.0, "act"), (1.0, "withhold"),
-                                            (0.0, "withhold"), (-10.0, "withhold")])  # fmt: skip
-def test_growth_that_the_free_memory_of_the_host_does_not_show_halts_nothing(fall, kind):
-    """Pages of a corpus that is mapped into memory count as memory of the rank."""
-    dog, found = Watchdog(Watch(), {"memory_growth": "halt"}), []
-    for second in range(800):
-        now = Readings(mono=float(second), ts=1e9 + second, rss_mib={0: 10.0 * second},
-                       host_free_mib=20_000.0 - fall * second)  # fmt: skip
-        found += [(c.kind, c.text) for c in dog.update(now) if c.rule.name == "memory_growth"]
-    assert [kind for kind, _ in found] == ["raise", kind]
-    assert kind == "act" or "the available memory of the host falls by " in found[1][1]

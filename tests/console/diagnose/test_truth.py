@@ -304,23 +304,3 @@ def test_figures_of_the_preflight_and_of_the_plan_are_read_from_run_json():
         "train.steps": 5, "expects.hours": 3.0, "measured.allreduce_gb_s": 7.5,
     }  # fmt: skip
     assert setting_values(run | {"machine": [], "expects": "x"}) == {"train.steps": 5}
-
-
-def test_the_ranks_of_one_slow_host_are_named_by_host():
-    said = alerts(Told(slow({2, 3}, "fetch", 1.8), ranks=6, jitter=0.0, seconds=UNTIL_SLOW))[
-        "imbalance"
-    ]
-    assert said.startswith("each rank of host node1 (2, 3) takes")
-    assert "in fetch (0.26 s against 0.02 s" in said
-
-
-def test_a_run_that_gets_slower_says_where():
-    def rated(record: dict[str, Any]) -> None:
-        late = record["step"] > 300
-        record["toks_per_s"] = random.Random(record["step"]).uniform(990, 1010) / (1 + 2 * late)
-        record["dt_fetch_s"] += 2.0 * late
-        record["steps_dt_s"] = [1.0 + 2.0 * late]
-
-    said = alerts(Told(rated, seconds=400))["throughput_drop"]
-    assert "; all ranks take " in said
-    assert said.endswith("times as long as before in fetch")

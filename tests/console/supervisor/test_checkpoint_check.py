@@ -28,13 +28,13 @@ WAITS = 'while [ ! -e "{}" ]; do sleep 0.02; done; '
 class Trial:
     """A check with a shell script in place of the loading program, and the recorded events."""
 
-    def __init__(self, folder, script=FINE, former=None, **plan):
+    def __init__(self, folder, script=FINE, **plan):
         self.run, self.events, self.summary = folder, [], Summary(1, 1, 0)
         directory = Directory()
         self.alerts = Alerts(self.event, directory)
         self.check = CheckpointCheck(
             folder, Checkpoints(**{"load": True, **plan}), self.event, self.alerts, self.summary,
-            former or {}, ("sh", "-c", script, "sh"),
+            ("sh", "-c", script, "sh"),
         )  # fmt: skip
         directory.close()
 
@@ -72,23 +72,9 @@ def test_a_checkpoint_is_loaded_once_and_counts_for_the_gate(tmp_path):
     assert read.loaded == {5: 1}, "a reader counts the load from the event"
     assert len(trial.saved(5).finish()) == 1
     assert len(trial.finish()) == 1
-    document = trial.check.document()
-    assert (document["step"], document["load"], document["doing"]) == (5, "pass", "")
-    assert Trial(tmp_path, former=document).saved(5).finish() == []
-    cut_short = document | {"doing": "the checkpoint of step 5 is being loaded"}
-    assert Trial(tmp_path, former=cut_short).saved(5).finish() == [("load", 5, "pass", "info")]
 
 
-def test_a_check_that_was_cut_short_has_no_result(tmp_path):
-    doing = "the checkpoint of step 5 is being backed up"
-    former = {"attempt": 1, "step": 5, "doing": doing, "load": "pass", "backup": ""}
-    assert Trial(tmp_path, former=former).check.document() == {
-        "attempt": 0, "step": 0, "doing": "", "load": "", "backup": "",
-    }  # fmt: skip
-
-
-def test_a_checkpoint_that_is_removed_while_a_newer_one_exists_is_no_failure(tmp_path, monkeypatch):
-    monkeypatch.setattr("console.supervisor.checkpoint_check.AGAIN_S", 0.05)
+def test_a_checkpoint_that_is_removed_while_a_newer_one_exists_is_no_failure(tmp_path):
     script = WAITS.format(tmp_path / "go") + "rmdir $1; exit 15"
     trial = Trial(tmp_path, script).saved(5, 6)
     (tmp_path / "go").touch()
@@ -127,8 +113,7 @@ def test_a_program_that_succeeds_is_a_success_however_late_it_is_noticed():
         ("rmdir $1; exit 15", "fail", "crit", "does not load"),
     ],
 )
-def test_a_load_that_does_not_succeed_says_why(tmp_path, monkeypatch, script, result, level, text):
-    monkeypatch.setattr("console.supervisor.checkpoint_check.AGAIN_S", 0.05)
+def test_a_load_that_does_not_succeed_says_why(tmp_path, script, result, level, text):
     limit = {"load_s": 0.3} if "ran longer" in text else {}
     trial = Trial(tmp_path, script, backup=("touch", str(tmp_path / "backup")), **limit)
     assert trial.saved(5).finish() == [("load", 5, result, level)]
@@ -230,5 +215,4 @@ def test_a_run_waits_for_the_check_of_its_last_checkpoint_and_its_gate_counts_it
     assert alert["text"] in [each.text for each in RunSource(started.run()).poll().alerts]
     kinds = [each["kind"] for each in started.events(0)]
     assert kinds.index("checkpoint") < len(kinds) - 1 - kinds[::-1].index("state")
-    assert started.state()["checkpoint_check"]["step"] == 4
     assert "stopping" in [each.get("state") for each in started.events(0)], "no rank runs any more"
