@@ -1,4 +1,4 @@
-"""Accumulates values over the records of one rank: the largest value, and the newest rows.
+"""Accumulates values over the records of one rank.
 
 `cut` drops the values of one step and of later steps, for example when an attempt repeats them.
 """
@@ -9,11 +9,9 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any
 
-KEPT_RECORDS, KEPT_PEAKS = 256, 64
-FIRST_LOSSES = 5
-Row = TypeVar("Row", bound=tuple[Any, ...])
+KEPT_PEAKS = 64
 
 
 @dataclass(slots=True)
@@ -53,61 +51,11 @@ class Peak:
         return self.found[-1][1] - early[-1]
 
 
-@dataclass(slots=True)
-class Rows(Generic[Row]):
-    """The newest rows; the first value of a row is its step."""
-
-    rows: deque[Row]
-    dropped: bool = False
-    """True if a row was dropped, because only the newest rows are stored."""
-
-    def add(self, row: Row) -> None:
-        self.dropped = self.dropped or len(self.rows) == self.rows.maxlen
-        self.rows.append(row)
-
-    def cut(self, step: int) -> list[Row]:
-        """Drops the rows of `step` and of later steps; returns these rows."""
-        gone = [row for row in self.rows if row[0] >= step]
-        self.rows = deque((row for row in self.rows if row[0] < step), self.rows.maxlen)
-        return gone
-
-
-class Figures(NamedTuple):
-    """The step and two figures of one progress record, for the gates."""
-
-    step: int
-    loss: float | None
-    bytes_right: float | None
-
-
-@dataclass(slots=True)
-class Window:
-    """The figures of rank 0's newest records, and its first losses, over the surviving steps."""
-
-    first: list[tuple[int, float]] = field(default_factory=list)
-    newest: Rows[Figures] = field(default_factory=lambda: Rows(deque(maxlen=KEPT_RECORDS)))
-    losses: int = 0
-
-    def add(self, found: Figures) -> None:
-        self.newest.add(found)
-        if found.loss is not None:
-            self.losses += 1
-            if len(self.first) < FIRST_LOSSES:
-                self.first.append((found.step, found.loss))
-
-    def cut(self, step: int) -> None:
-        """Drops the records of `step` and of later steps; `losses` may then be too low."""
-        gone = self.newest.cut(step)
-        self.first = [each for each in self.first if each[0] < step]
-        self.losses -= sum(each.loss is not None for each in gone)
-        if not self.newest.rows:
-            self.losses = len(self.first)
-
-    @property
-    def last_losses(self) -> list[float]:
-        """At most `FIRST_LOSSES` newest losses; fewer if the others were not stored."""
-        found = [each.loss for each in self.newest.rows if each.loss is not None]
-        return found[-FIRST_LOSSES:]
+def cut(rows: deque[Any], step: int) -> None:
+    """Drops the rows of `step` and of later steps; the first value of a row is its step."""
+    kept = [row for row in rows if row[0] < step]
+    rows.clear()
+    rows.extend(kept)
 
 
 def worst(

@@ -85,7 +85,7 @@ class Assembly:
     def _recorded_end(self) -> Record:
         """Returns the entry in plan_state.json, or a legacy run's end in its metrics, or {}."""
         if self.records.files.is_legacy and not self.supervisor:
-            records = [head.last.record for head in self.records.heads.values()]
+            records = [head.last for head in self.records.heads.values()]
             return legacy.end(self.run, records)
         return self.by_launch
 

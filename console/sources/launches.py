@@ -176,18 +176,15 @@ def find(name: str, root: Path = ROOT, act: bool = False) -> Path:
     matches = _matches(wanted, known)
     if there and not matches:
         raise NotFoundError(f"{path} is not a run: it has no {rundir.PLAN} and no {rundir.RUN}")
-    if not matches and (path.is_absolute() or len(path.parts) > 2):  # no id looks like this
-        moved = "it was moved or removed, or the name is wrong"
-        raise NotFoundError(f"no run {name!r}: {moved}; {program()} runs lists the runs")
     if not matches:
-        ids = {each.id for each in known}
-        raise NotFoundError(f"no run {name!r} under {root}{did_you_mean(wanted, ids)}")
+        hint = did_you_mean(wanted, {each.id for each in known})
+        raise NotFoundError(f"no run {name!r} under {root}{hint}; {program()} runs lists the runs")
     if len(matches) > 1:
-        ids = [each.id for each in matches]
-        words = [each.id if ids.count(each.id) == 1 else str(each.path) for each in matches[:4]]
-        words += ["…"] if len(matches) > len(words) else []
-        more = "give a longer id" if len(set(ids)) == len(ids) else "give the directory"
-        raise UsageError(f"{name!r} matches {len(matches)} launches: {', '.join(words)}; {more}")
+        found = ", ".join(f"{each.id} ({each.path})" for each in matches[:4])
+        raise UsageError(
+            f"{name!r} matches {len(matches)} launches, for example {found}; give a longer id, or "
+            "the directory"
+        )
     launch = matches[0].path
     if act:
         check_in_place(launch, by_name=True)

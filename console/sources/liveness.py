@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from console import access
-from console.model import EXIT_CODES, Alert, State
+from console.model import CLOCK_S, EXIT_CODES, Alert, State
 from console.rank_end import NO_CODE, RankEnd
 from console.run_state import Facts, ReaderView
 from console.sources import json_documents, process
-from console.sources.json_documents import CLOCK_S
 from console.sources.reducer import LatestRecords
 from console.sources.sanitize import clean
 from console.status_text import NO_AGE, rank_names
@@ -139,7 +138,7 @@ def since_ts(supervisor: Record, state: State, heads: Mapping[int, LatestRecords
 
 
 def _newest_ts(heads: Mapping[int, LatestRecords], other: float | None = None) -> float | None:
-    times = [other, *(jsonl.number(head.last.record, "ts") for head in heads.values())]
+    times = [other, *(jsonl.number(head.last, "ts") for head in heads.values())]
     return max((ts for ts in times if ts is not None and math.isfinite(ts)), default=None)
 
 
@@ -161,7 +160,7 @@ def facts(
     says that some records have not been read. `moved` is a sentence if the directory is a copy or
     was moved; then no process that its documents name is treated as alive.
     """
-    records = [head.last.record for head in heads.values()]
+    records = [head.last for head in heads.values()]
     has_exited = all(record.get("msg") == "exit" for record in records)
     over = bool(heads) and len(heads) >= (jsonl.integer(run, "world") or 0) and has_exited
     ends = _ends(supervisor, heads) if over else []
@@ -203,7 +202,7 @@ def _ends(supervisor: Record, heads: Mapping[int, LatestRecords]) -> list[RankEn
              for worker in jsonl.entries(supervisor, "workers")}  # fmt: skip
     ends = []
     for rank, head in heads.items():
-        record, code = head.last.record, head.code
+        record, code = head.last, head.code
         error = clean(jsonl.text(record, "reason"), 400) if code else ""
         observed = exits.get((rank, record.get("attempt")), {})
         signal = clean(jsonl.text(observed, "signal"), 16) or None

@@ -13,12 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from console.sources.accumulators import Figures, Peak, Rows, Window, worst
+from console.sources.accumulators import Peak, cut, worst
 from trainers.contract import jsonl
 
 MAX_ATTEMPTS = 1000
 KEPT_MISSING = 16
-LAST_STEPS, KEPT_STEPS, KEPT_CHECKPOINTS = 50, 128, 64
+FIRST_LOSSES = 5
+LAST_STEPS, KEPT_STEPS, KEPT_RECORDS, KEPT_CHECKPOINTS = 50, 128, 256, 64
 LIVE_STEPS = (100, 500, 1000, 5000)
 """Steps at which the values of `FIGURES` are stored for the gates."""
 FIGURES: Mapping[str, tuple[str, str, str]] = {
@@ -62,17 +63,12 @@ class LastPulse:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """The numbers of missing records, and the first step to which these records may belong."""
+    """`count` missing records; `step` is the first step to which these records may belong."""
 
     first: int
     last: int
     step: int
-    present: int = 0
-    """The number of records from `first` to `last` that exist, because gaps were merged."""
-
-    @property
-    def count(self) -> int:
-        return self.last - self.first + 1 - self.present
+    count: int
 
 
 @dataclass(slots=True)
@@ -86,6 +82,10 @@ class AttemptTotals:
     holes: list[Missing] = field(default_factory=list)
     start: int | None = None
     """The first step: one after the checkpoint of the resume, or else the first recorded step."""
+    resumed: int = 0
+    """The step of the checkpoint in the `resume` record, or 0."""
+    saved: int = 0
+    """The step of the newest `checkpoint` record, or 0."""
     at: int = 0
     """The step of the newest record, apart from records of the kinds in `OF_EARLIER_STEPS`."""
     step: int = 0
@@ -120,7 +120,8 @@ class AttemptTotals:
             self.trouble = self.trouble or f"record {number} exists twice, with different content"
         else:
             if number > self.last + 1:
-                self._add_missing(Missing(self.last + 1, number - 1, min(self.missing_from, step)))
+                begin, lost = self.last + 1, number - self.last - 1
+                self._add_missing(Missing(begin, number - 1, min(self.missing_from, step), lost))
             self.last = number
         if self.exit is not None:
             self.trouble = self.trouble or "a record follows its exit record"
@@ -128,6 +129,10 @@ class AttemptTotals:
             self.mono = mono
         if msg not in OF_EARLIER_STEPS:
             self.at = step
+        elif msg == "checkpoint":
+            self.saved = step
+        if msg == "resume" and not self.step:
+            self.resumed = step
         if msg in ("progress", "exit"):
             self._take_count(jsonl.integer(record, "nonfinite_loss_steps"))
         if msg == "loader_ready" and (hook := jsonl.text(record, "comm_hook")):
@@ -143,8 +148,8 @@ class AttemptTotals:
     def _add_missing(self, gap: Missing) -> None:
         if len(self.holes) == KEPT_MISSING:
             before = self.holes.pop()
-            present = before.present + gap.first - before.last - 1
-            gap = Missing(before.first, gap.last, min(before.step, gap.step), present)
+            count = before.count + gap.count
+            gap = Missing(before.first, gap.last, min(before.step, gap.step), count)
         self.holes.append(gap)
 
     def _take_count(self, count: int | None) -> None:
@@ -188,11 +193,12 @@ class Step(NamedTuple):
     tokens: float
 
 
-class Saved(NamedTuple):
-    """A checkpoint; `number` counts the checkpoints, and is None once the count is lost."""
+class Figures(NamedTuple):
+    """The step and two figures of one progress record of rank 0."""
 
     step: int
-    number: float | None
+    loss: float | None
+    bytes_right: float | None
 
 
 class Live(NamedTuple):
@@ -207,7 +213,7 @@ class Live(NamedTuple):
 class RankTotals:
     """The totals of one rank. Its records are added in the order of the rank's file.
 
-    When an attempt resumes, the objects of the module `accumulators` drop the repeated steps.
+    When an attempt resumes, the values of the repeated steps are dropped.
     """
 
     rank: int
@@ -221,7 +227,9 @@ class RankTotals:
     memory_mib: Peak = field(default_factory=Peak)
     norm_min: float | None = None
     norms: int = 0
-    window: Window = field(default_factory=Window)
+    first_losses: list[tuple[int, float]] = field(default_factory=list)
+    """Step and value of rank 0's first finite losses."""
+    newest_figures: deque[Figures] = field(default_factory=lambda: deque(maxlen=KEPT_RECORDS))
     fetch_max_s: float | None = None
     entropy_min: float | None = None
     collapse_max: float | None = None
@@ -235,10 +243,15 @@ class RankTotals:
     """Number of progress records without figures, such as the last record of a foreign program."""
     loads: int = 0
     """Number of attempts after the first that resumed from a checkpoint."""
-    steps: Rows[Step] = field(default_factory=lambda: Rows(deque(maxlen=KEPT_STEPS)))
+    steps: deque[Step] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
     """The newest steps of rank 0."""
-    saved: Rows[Saved] = field(default_factory=lambda: Rows(deque(maxlen=KEPT_CHECKPOINTS)))
-    live: Rows[Live] = field(default_factory=lambda: Rows(deque(maxlen=2 * len(LIVE_STEPS))))
+    dropped_steps: bool = False
+    """True if a step was dropped, because only the newest steps are stored."""
+    checkpoints: deque[int] = field(default_factory=lambda: deque(maxlen=KEPT_CHECKPOINTS))
+    """The steps of the newest checkpoints that no attempt has to repeat."""
+    saved_count: int | None = 0
+    """The number of checkpoints that no attempt has to repeat, or None if it is lost."""
+    live: deque[Live] = field(default_factory=lambda: deque(maxlen=2 * len(LIVE_STEPS)))
 
     def add(self, record: Record) -> bool:
         """Adds a record; returns False if it was added before."""
@@ -264,16 +277,9 @@ class RankTotals:
         elif record["msg"] == "progress":
             self._take_progress(part, record)
         elif record["msg"] == "checkpoint" and record["step"] not in self.checkpoints:
-            before = self.saved_count
-            self.saved.add(Saved(record["step"], None if before is None else before + 1))
+            self.checkpoints.append(record["step"])
+            self.saved_count = None if self.saved_count is None else self.saved_count + 1
         return True
-
-    @property
-    def saved_count(self) -> float | None:
-        """The number of checkpoints that no attempt has to repeat, or None if it is lost."""
-        return (
-            self.saved.rows[-1].number if self.saved.rows else None if self.saved.dropped else 0.0
-        )
 
     @property
     def expected(self) -> int:
@@ -282,11 +288,6 @@ class RankTotals:
         The last record of an attempt of a foreign program may have no figures.
         """
         return self.progress - min(self.empty, sum(part.bare for part in self.attempts.values()))
-
-    @property
-    def checkpoints(self) -> set[int]:
-        """The steps of the newest checkpoints that no attempt has to repeat."""
-        return {row.step for row in self.saved.rows}
 
     def saved_in(self, step: int) -> int:
         """Returns the only attempt that can have saved the remaining checkpoint of a step, or 0."""
@@ -298,8 +299,16 @@ class RankTotals:
         if part.start is not None and part.start != step:
             part.trouble = part.trouble or f"it resumes at step {part.start} and at step {step}"
         part.start = step
-        for each in (self.memory_mib, self.window, self.steps, self.saved, self.live):
-            each.cut(step)
+        self.memory_mib.cut(step)
+        self.first_losses = [each for each in self.first_losses if each[0] < step]
+        for rows in (self.newest_figures, self.steps, self.live):
+            cut(rows, step)
+        kept = [saved for saved in self.checkpoints if saved < step]
+        if self.saved_count is not None:
+            older = self.saved_count - len(self.checkpoints)
+            # If no stored checkpoint is left, it is unknown how many of the older ones are.
+            self.saved_count = older + len(kept) if kept or not older else None
+        self.checkpoints = deque(kept, KEPT_CHECKPOINTS)
 
     def _take_progress(self, part: AttemptTotals, record: Record) -> None:
         step, loss = record["step"], jsonl.number(record, "loss")
@@ -319,12 +328,12 @@ class RankTotals:
         fetch = jsonl.number(record, "dt_fetch_s")
         self.fetches += fetch is not None
         self.fetch_max_s = worst(self.fetch_max_s, fetch, max)
-        self.live.cut(step)  # an earlier record may have had an absurd, later step
+        cut(self.live, step)  # an earlier record may have had an absurd, later step
         if not self.rank:
             self._take_figures(record, step, loss)
         for at in LIVE_STEPS:
-            if step >= at and all(row.at != at for row in self.live.rows):
-                self.live.add(Live(step, at, tuple(self.figures().values())))
+            if step >= at and all(row.at != at for row in self.live):
+                self.live.append(Live(step, at, tuple(self.figures().values())))
 
     def _take_figures(self, record: Record, step: int, loss: float | None) -> None:
         """Adds the figures that the gates need only of rank 0."""
@@ -337,10 +346,10 @@ class RankTotals:
         self.entropy_min = worst(self.entropy_min, entropy, min)
         self.collapse_max = worst(self.collapse_max, collapse, max)
         self._take_steps(record, step)
-        self.window.add(Figures(
-            step, loss if loss is not None and math.isfinite(loss) else None,
-            jsonl.number(record, "bytes_right"),
-        ))  # fmt: skip
+        loss = loss if loss is not None and math.isfinite(loss) else None
+        if loss is not None and len(self.first_losses) < FIRST_LOSSES:
+            self.first_losses.append((step, loss))
+        self.newest_figures.append(Figures(step, loss, jsonl.number(record, "bytes_right")))
 
     def _take_steps(self, record: Record, step: int) -> None:
         """Adds the durations of the steps since the previous record.
@@ -351,12 +360,13 @@ class RankTotals:
         durations = jsonl.numbers(record, "steps_dt_s")
         toks_per_s = jsonl.number(record, "toks_per_s")
         first = step - len(durations) + 1
-        self.steps.cut(max(first, 0))
+        cut(self.steps, max(first, 0))
         if "cut" in record or toks_per_s is None:
             return
         tokens = toks_per_s * sum(durations) / max(len(durations), 1)
         for number, took_s in enumerate(durations, first):
-            self.steps.add(Step(number, took_s, tokens))
+            self.dropped_steps = self.dropped_steps or len(self.steps) == KEPT_STEPS
+            self.steps.append(Step(number, took_s, tokens))
 
     def figures(self) -> dict[str, float | None]:
         """Returns the present value of each of `FIGURES`."""
@@ -366,7 +376,7 @@ class RankTotals:
 
     def figures_at(self, step: int) -> dict[str, float | None] | None:
         """Returns the figures at one of `LIVE_STEPS`, or None before the rank reached this step."""
-        found = [row.figures for row in self.live.rows if row.at == step]
+        found = [row.figures for row in self.live if row.at == step]
         return dict(zip(FIGURES, found[-1], strict=False)) if found else None
 
     def _speed(self) -> tuple[float | None, ...]:
@@ -377,8 +387,8 @@ class RankTotals:
         valid. Only the newest step may be missing: a foreign program reports the figures of a step
         when the next step begins.
         """
-        rows = list(self.steps.rows)[-LAST_STEPS:]
-        few = self.steps.dropped and len(rows) < LAST_STEPS
+        rows = list(self.steps)[-LAST_STEPS:]
+        few = self.dropped_steps and len(rows) < LAST_STEPS
         last = rows[-1].step if rows else 0
         wanted = range(last - len(rows) + 1, last + 1)
         times, tokens = [row.took_s for row in rows], [row.tokens for row in rows]

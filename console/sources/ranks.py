@@ -72,7 +72,7 @@ def _by_rank(supervisor: Record, records: RunRecords) -> list[_Sources]:
     workers = _entries(supervisor, "workers")
     sampled = {rank: (entry, sample) for sample in records.samples.values()
                for rank, entry in _entries(sample, "ranks").items()}  # fmt: skip
-    newest = {rank: head.last.record for rank, head in records.heads.items()}
+    newest = {rank: head.last for rank, head in records.heads.items()}
     return [
         _Sources(rank, workers.get(rank, EMPTY), *sampled.get(rank, (EMPTY, EMPTY)),
                  newest.get(rank, EMPTY))
@@ -211,7 +211,7 @@ def _sampled_pulse(sources: _Sources) -> Pulse | None:
 def newest_step(supervisor: Record, ranks: tuple[Rank, ...], records: RunRecords) -> int | None:
     """Returns the highest step in pulses, records and supervisor.json, or None if there is none."""
     steps = [rank.pulse.step if rank.pulse else None for rank in ranks]
-    steps += [head.last.record["step"] for head in records.heads.values()]
+    steps += [head.last["step"] for head in records.heads.values()]
     steps.append(jsonl.integer(supervisor, "steps"))
     return max((each for each in steps if each is not None), default=None)
 

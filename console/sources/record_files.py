@@ -13,18 +13,19 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from console.sources import legacy
-from console.sources.tail import PACKED_BYTES, GzipTail, Line, Place, Tail
+from console.sources.tail import PACKED_BYTES, GzipTail, Record, Tail
 from trainers.contract import heartbeat, jsonl, rundir
 
 MAX_RANKS = 4096
 MAX_FILES = MAX_RANKS + 64
 CHUNK_BYTES = 128 << 10
 """The most bytes that are read for one batch; the decoded records need more memory."""
-MAX_PART_BYTES = 64 << 20
-"""`read_line` stops after about this many unpacked bytes of a compressed part."""
+AGAIN_BYTES, WARM_UP_BYTES = 8 << 10, 256 << 10
+"""Bytes before a heartbeat's cursor that are read again, because they have the newest records. A
+reader that learns how long steps usually take needs `WARM_UP_BYTES`."""
 HEAD_BYTES = 4096
 HEARTBEAT, SAMPLES = re.compile(r"heartbeat_rank([0-9]{1,4})\.jsonl"), "samples_"
 GZIP, PART = ".gz", re.compile(r"\.([0-9]{4,9})(\.gz)?")
@@ -34,11 +35,13 @@ GZIP, PART = ".gz", re.compile(r"\.([0-9]{4,9})(\.gz)?")
 class Cursor:
     """The place up to which a file was read; `head` is the hash of the part's first line.
 
-    `skipped` counts the lines before this place that are not records.
+    `at` is in bytes, and `part` is the number of the part, or 0 for a file without parts. `skipped`
+    counts the lines before this place that are not records.
     """
 
-    head: str
-    place: Place
+    head: str = ""
+    part: int = 0
+    at: int = 0
     skipped: int = 0
 
     def fits(self, path: Path) -> bool:
@@ -46,15 +49,12 @@ class Cursor:
 
         For a compressed part, only the first line is compared. The start of a file always fits.
         """
-        if not self.place.at:
+        if not self.at:
             return True
-        found = _part_at(path, self.place.part)
-        if found is None or head(found) != self.head:
+        found = _parts(path).get(self.part, path)
+        if head(found) != self.head:
             return False
-        return found.suffix == GZIP or jsonl.size_bytes(found) >= self.place.at
-
-
-FILE_START = Cursor("", Place(0, 0))
+        return found.suffix == GZIP or jsonl.size_bytes(found) >= self.at
 
 
 def head(path: Path) -> str:
@@ -88,13 +88,13 @@ def read_end(path: Path, limit_bytes: int, below: Path) -> bytes:
 
 
 class Batch(NamedTuple):
-    """New lines of one file in their order, and the place up to which the file was read.
+    """New records of one file in their order, and the place up to which the file was read.
 
     `replaced` counts how often the file was replaced or truncated.
     """
 
     name: str
-    lines: list[Line]
+    records: list[Record]
     cursor: Cursor
     replaced: int = 0
 
@@ -136,28 +136,6 @@ def _parts(path: Path) -> dict[int, Path]:
         return dict(parts(path))
     except OSError:
         return {}
-
-
-def _part_at(path: Path, number: int) -> Path | None:
-    """Returns the path of a part, or None; a part without its own file is in the growing file."""
-    own = _parts(path).get(number) if number else None
-    return own or (path if jsonl.size_bytes(path) else None)
-
-
-def read_line(path: Path, place: Place, length: int) -> dict[str, Any]:
-    """Returns the record at a place, or {} if there is no such record."""
-    found = _part_at(path, place.part)
-    if found is None or not 0 < length <= jsonl.MAX_LINE_BYTES:
-        return {}
-    if found.suffix == GZIP:
-        tail, lines = GzipTail(found, place.at, place.part), []
-        while not lines and tail.taken_bytes <= min(place.at + length, MAX_PART_BYTES):
-            offset, taken = tail.offset, tail.taken_bytes
-            lines = tail.poll_lines()
-            if (tail.offset, tail.taken_bytes) == (offset, taken):
-                break
-        return lines[0].record if lines and lines[0].place == place else {}
-    return jsonl.decode(jsonl.read_bytes(found, length, place.at).lstrip(b"\0")) or {}
 
 
 class RecordFile:
@@ -205,16 +183,17 @@ class RecordFile:
         """Returns how far the file was read."""
         if not self._head or self.tail.generation != self._of:
             self._head, self._of = head(self.tail.path), self.tail.generation
-        return Cursor(self._head, Place(self.tail.part, self.tail.line_at), self.skipped)
+        at = max(self.tail.line_at, self.tail.counts_from)
+        return Cursor(self._head, self.tail.part, at, self.skipped)
 
-    def poll(self, limit_bytes: int) -> tuple[list[Line], int]:
+    def poll(self, limit_bytes: int) -> tuple[list[Record], int]:
         """Returns two values: new records, and the number of bytes read (0 at the end)."""
-        left, found = limit_bytes, list[Line]()
+        left, found = limit_bytes, list[Record]()
         if self.tail.part and self.tail.path == self.path and self.tail.part in _parts(self.path):
             self._next_part()  # the growing file became this part before it was read to its end
         while left > 0:
             taken, offset = self.tail.taken_bytes, self.tail.offset
-            found += self.tail.poll_lines(left)
+            found += self.tail.poll(left)
             left -= self.tail.taken_bytes - taken
             ended = (self.tail.taken_bytes, self.tail.offset) == (taken, offset)
             if ended and not (self.tail.part and self._next_part()):
@@ -259,15 +238,16 @@ class RecordFiles:
     """Reads heartbeats, samples and events of one run, a bounded number of bytes at each poll.
 
     With `recent_bytes` only the end of each heartbeat and sample file is read. A file in `cursors`
-    is read from its cursor on.
+    is read from its cursor on, and a heartbeat file from `again_bytes` before it.
     """
 
     def __init__(
         self, run: Path, recent_bytes: int | None = None,
-        cursors: Mapping[str, Cursor] | None = None,
+        cursors: Mapping[str, Cursor] | None = None, again_bytes: int = AGAIN_BYTES,
     ):  # fmt: skip
         self.run, self._recent_bytes = run, recent_bytes
         self._cursors: Mapping[str, Cursor] = {} if cursors is None else cursors
+        self._again_bytes = again_bytes
         self._followed: dict[str, RecordFile] = {}
         self._turns: deque[str] = deque()
         self.has_more = False
@@ -309,7 +289,7 @@ class RecordFiles:
         return sum(follower.behind_bytes for follower in self._followed.values())
 
     def poll(self, limit_bytes: int, world: int = MAX_RANKS) -> Iterator[Batch]:
-        """Yields about `limit_bytes` of new lines; starts where the last poll stopped.
+        """Yields about `limit_bytes` of new records; starts where the last poll stopped.
 
         Heartbeat files of ranks beyond `world` are ignored.
         """
@@ -317,21 +297,17 @@ class RecordFiles:
         left, ended = limit_bytes, 0
         while left > 0 and ended < len(self._turns):
             follower = self._followed[self._turns[0]]
-            lines, taken = follower.poll(min(left, CHUNK_BYTES))
+            records, taken = follower.poll(min(left, CHUNK_BYTES))
             left -= taken
-            if lines:
-                yield Batch(self._turns[0], lines, follower.cursor(), follower.replaced)
+            if records:
+                yield Batch(self._turns[0], records, follower.cursor(), follower.replaced)
             if taken < min(left + taken, CHUNK_BYTES):
                 self._turns.rotate(-1)
                 ended += 1
         self.has_more = left <= 0
 
     def _discover(self, world: int) -> None:
-        names = rundir.names(self.run)
-        if names is None:  # the directory cannot be listed, so the usual names are tried
-            names = [rundir.EVENTS] if world < MAX_RANKS else []
-            names += [rundir.heartbeat(self.run, rank).name for rank in range(world) if names]
-        for name in map(whole_name, names):
+        for name in map(whole_name, rundir.names(self.run) or []):
             if name in self._followed or len(self._followed) >= MAX_FILES:
                 continue
             if (follower := self._open(name, world)) is not None:
@@ -340,25 +316,27 @@ class RecordFiles:
 
     def _open(self, name: str, world: int) -> RecordFile | None:
         """Returns a record file to follow, or None for another file or a rank beyond `world`."""
-        path, rank, cursor = self.run / name, rank_of(name), self._cursors.get(name, FILE_START)
+        path, rank, cursor = self.run / name, rank_of(name), self._cursors.get(name, Cursor())
         if name.endswith(".jsonl") and name.startswith(SAMPLES):
             return self._parted(name)
         if name == rundir.EVENTS:
-            return RecordFile(path, Tail(path, begin_at=cursor.place.at), cursor.skipped)
+            return RecordFile(path, Tail(path, begin_at=cursor.at), cursor.skipped)
         if rank is None or rank >= world:
             return None
         if legacy.is_legacy(self.run):
             self.is_legacy = True
             return RecordFile(path, legacy.tail(self.run, rank, self._recent_bytes))
-        tail = Tail(path, heartbeat.accept, self._recent_bytes, cursor.place.at)
+        tail = Tail(
+            path, heartbeat.accept, self._recent_bytes, cursor.at, again_bytes=self._again_bytes
+        )
         return RecordFile(path, tail, cursor.skipped)
 
     def _parted(self, name: str) -> RecordFile:
         path, cursor = self.run / name, self._cursors.get(name)
         there = _parts(path)
         if cursor is not None:
-            part, at = cursor.place
-            return RecordFile(path, open_part(there.get(part, path), part, at), cursor.skipped)
+            tail = open_part(there.get(cursor.part, path), cursor.part, cursor.at)
+            return RecordFile(path, tail, cursor.skipped)
         if self._recent_bytes is None and there:
             return RecordFile(path, open_part(there[min(there)], min(there)))
         tail = Tail(

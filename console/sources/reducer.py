@@ -16,8 +16,8 @@ from console.model import STALL, Alert
 from console.rank_end import error_of
 from console.sources import json_documents
 from console.sources.pace import UNTIMED, Pace
-from console.sources.rank_totals import OF_EARLIER_STEPS
-from console.sources.record_files import MAX_RANKS, Batch, Cursor, Line, Place, rank_of
+from console.sources.rank_totals import OF_EARLIER_STEPS, AttemptTotals, Record
+from console.sources.record_files import MAX_RANKS, Batch, Cursor, rank_of
 from console.sources.sanitize import clean
 from console.sources.series import Series, mean_step_s
 from console.sources.summary import Summary
@@ -28,6 +28,7 @@ MAX_ATTEMPT = 100_000
 KEPT_HEADS = 4
 STARTED_RECORDS = 2
 """If supervisor.json has no attempt, an attempt has started when it has this many records."""
+MAX_ALERTS, MAX_LAYERS = 256, 128
 CHARTED = ("loss", "toks_per_s", "grad_norm", "gate_entropy_mean", "bytes_right")
 UNITS: Mapping[str, tuple[str, str]] = {
     "toks_per_s": ("tok/s", "steps"), "toks_per_s_rank": ("tok/s", "steps"),
@@ -44,56 +45,59 @@ UNITS: Mapping[str, tuple[str, str]] = {
     "skipped_steps": ("steps", "run"), "dropped_records": ("records", "run"),
 }  # fmt: skip
 """Unit and window of each figure in a progress record; `loss_unit` has the unit of the loss."""
-MAX_ALERTS, MAX_LAYERS = 256, 128
 
 
 @dataclass(slots=True)
 class LatestRecords:
     """The progress of one rank in one attempt, from its newest records."""
 
-    last: Line
-    progress: Line | None = None
-    figures: Line | None = None
+    totals: AttemptTotals = field(default_factory=AttemptTotals)
+    last: Record = field(default_factory=dict)
+    progress: Record | None = None
+    figures: Record | None = None
     """The newest `progress` record with one of the figures in `UNITS`."""
-    error: Line | None = None
-    """The first `error` record since the last progress."""
-    ended: Line | None = None
-    """The first `halt` or `exit` record with a reason."""
+    error_words: str = ""
+    """The text of the first `error` record since the last progress, or "" if there is none."""
+    reason: str = ""
+    """The first reason that the rank recorded for its halt or exit, or "" if there is none."""
     step: int = 0
-    first_step: int = 1
-    """The first step of this attempt: one after the checkpoint from which the attempt resumed."""
-    saved: int = 0
-    """The step of the newest `checkpoint` record."""
     halt: int | None = None
     """The step of the `halt` record, None once the rank records progress again."""
-    records: int = 0
+    records: int = field(default=0, compare=False)
+    """The number of records that this reader has added."""
     pace: Pace = field(default=UNTIMED, compare=False)
-    """A snapshot has no pace, because a pace depends on when the records were read."""
 
-    def add(self, line: Line) -> None:
-        msg, step = line.record["msg"], line.record["step"]
-        self.last, self.records = line, self.records + 1
+    def add(self, record: Record) -> None:
+        msg = record["msg"]
+        self.last, self.records = record, self.records + 1
         if msg not in OF_EARLIER_STEPS:
-            self.step = step
-        elif msg == "checkpoint":
-            self.saved = step
+            self.step = record["step"]
         if msg == "progress":
-            self.progress, self.halt, self.error = line, None, None
-            if any(line.record.get(name) is not None for name in UNITS):
-                self.figures = line
-        elif msg == "resume" and self.progress is None:
-            self.first_step = step + 1
+            self.progress, self.halt, self.error_words = record, None, ""
+            if any(record.get(name) is not None for name in UNITS):
+                self.figures = record
         elif msg == "halt":
-            self.halt = step
+            self.halt = record["step"]
         elif msg == "error":
-            self.error = self.error or line
-        if msg in ("halt", "exit") and jsonl.text(line.record, "reason"):
-            self.ended = self.ended or line
+            self.error_words = self.error_words or clean(error_of(record), 400)
+        if msg in ("halt", "exit"):
+            self.reason = self.reason or jsonl.text(record, "reason")[:80]
 
-    def has(self, record: Mapping[str, Any]) -> bool:
+    def has(self, record: Record) -> bool:
         """Returns whether a record was added before, according to the numbers of the records."""
-        number, newest = (jsonl.integer(each, "n") or 0 for each in (record, self.last.record))
-        return self.records > 0 and number <= newest
+        number, newest = (jsonl.integer(each, "n") or 0 for each in (record, self.last))
+        mono, last = (jsonl.number(each, "mono") or 0.0 for each in (record, self.last))
+        return 1 <= number <= newest and mono <= last
+
+    @property
+    def first_step(self) -> int:
+        """The first step of this attempt: one after the step of its `resume` record."""
+        return self.totals.resumed + 1
+
+    @property
+    def saved(self) -> int:
+        """The step of the newest `checkpoint` record, or 0."""
+        return self.totals.saved
 
     @property
     def code(self) -> int | None:
@@ -101,26 +105,16 @@ class LatestRecords:
 
         In an exit record, null means that the exit code is not known.
         """
-        default = {"exit_code": 0} if self.last.record.get("msg") == "exit" else {}
-        return jsonl.integer({**default, **self.last.record}, "exit_code")
+        default = {"exit_code": 0} if self.last.get("msg") == "exit" else {}
+        return jsonl.integer({**default, **self.last}, "exit_code")
 
     @property
     def has_end(self) -> bool:
         """True if the last record is an exit record or has an exit code."""
-        return self.last.record.get("msg") == "exit" or self.code is not None
-
-    @property
-    def error_words(self) -> str:
-        """The text of the `error` record, or "" if there is none."""
-        return clean(error_of(self.error.record), 400) if self.error else ""
-
-    @property
-    def reason(self) -> str:
-        """The recorded reason why the rank halted or exited, or "" if there is none."""
-        return jsonl.text(self.ended.record, "reason")[:80] if self.ended else ""
+        return self.last.get("msg") == "exit" or self.code is not None
 
 
-NO_RECORDS = LatestRecords(Line(Place(0, 0), 0, {}))
+NO_RECORDS = LatestRecords()
 """The `LatestRecords` of a rank that has no records."""
 
 
@@ -128,43 +122,39 @@ NO_RECORDS = LatestRecords(Line(Place(0, 0), 0, {}))
 class Events:
     """The supervisor's events so far: last state, alerts, and the counts of attempts and stalls."""
 
-    state: Line | None = None
-    alerts: dict[str, Line] = field(default_factory=dict)
+    state: dict[str, Any] | None = None
+    alerts: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The event of each open alert."""
     acknowledged: set[str] = field(default_factory=set)
-    alert_ts: dict[str, float] = field(default_factory=dict)
-    """The time of the last event on each alert."""
     attempts: int | None = None
     stalls: int | None = None
     """None before the first event; `attempts` remains None until an event has an attempt."""
 
-    def add(self, line: Line) -> None:
-        kind = jsonl.text(line.record, "kind")
-        attempt = jsonl.integer(line.record, "attempt")
+    def add(self, event: dict[str, Any]) -> None:
+        kind = jsonl.text(event, "kind")
+        attempt = jsonl.integer(event, "attempt")
         if attempt is not None:
             self.attempts = max(attempt, self.attempts or 0)
-        is_stall = kind == "alert" and line.record.get("alert") == STALL
-        since_ts = jsonl.number(line.record, "since_ts")
+        is_stall = kind == "alert" and event.get("alert") == STALL
+        since_ts = jsonl.number(event, "since_ts")
         is_new = is_stall and (since_ts is None or since_ts > self.stalled_ts)
         self.stalls = (self.stalls or 0) + is_new
         if kind == "state":
-            self.state = line
-        name = json_documents.line(line.record, "alert", "")
+            self.state = event
+        name = json_documents.line(event, "alert", "")
         if not name or kind not in ("alert", "clear", "ack"):
             return
-        if name not in self.alert_ts and len(self.alert_ts) >= MAX_ALERTS:
-            oldest = next(iter(self.alert_ts))
-            del self.alert_ts[oldest]
-            self.alerts.pop(oldest, None)
-            self.acknowledged.discard(oldest)
-        self.alert_ts[name] = jsonl.number(line.record, "ts") or 0.0
         if kind == "ack":
             self.acknowledged |= {name} & self.alerts.keys()
             return
         self.acknowledged.discard(name)
         self.alerts.pop(name, None)
         if kind == "alert":
-            self.alerts[name] = line
+            if len(self.alerts) >= MAX_ALERTS:
+                oldest = next(iter(self.alerts))
+                del self.alerts[oldest]
+                self.acknowledged.discard(oldest)
+            self.alerts[name] = event
 
     @property
     def stalled_ts(self) -> float:
@@ -173,10 +163,10 @@ class Events:
         A later supervisor raises the alert again. If the `since_ts` of the later alert is not after
         this time, both alerts are one stall.
         """
-        line = self.alerts.get(STALL)
-        return min(time.time(), jsonl.number(line.record, "ts") or 0.0) if line else 0.0
+        event = self.alerts.get(STALL)
+        return min(time.time(), jsonl.number(event, "ts") or 0.0) if event else 0.0
 
-    def forget_lines(self) -> None:
+    def forget_events(self) -> None:
         """Drops the events of a file that was replaced; their counts remain."""
         self.state = None
         self.alerts.clear()
@@ -185,8 +175,8 @@ class Events:
     def open(self) -> dict[str, Alert]:
         """Returns the open alerts by name."""
         return {
-            name: replace(alert_of(name, line.record), acknowledged=name in self.acknowledged)
-            for name, line in self.alerts.items()
+            name: replace(alert_of(name, event), acknowledged=name in self.acknowledged)
+            for name, event in self.alerts.items()
         }
 
 
@@ -201,7 +191,7 @@ class Reducer:
         self.series, self.summary = series, summary or Summary()
         self.timed, self._live_since = timed, math.inf
         self.all_heads: dict[int, dict[int, LatestRecords]] = {}
-        self.newest_samples: dict[str, Line] = {}
+        self.newest_samples: dict[str, dict[str, Any]] = {}
         """The newest sample of each file."""
         self.events = Events()
         self.cursors: dict[str, Cursor] = {}
@@ -212,49 +202,45 @@ class Reducer:
     # --- adding records ------------------------------------------------------------------------
 
     def add(self, batch: Batch, world: int = MAX_RANKS, present: int | None = None) -> None:
-        """Adds new lines of one file; the run has `world` ranks and is in the attempt `present`."""
+        """Adds new records of one file; the run has `world` ranks and is in attempt `present`."""
         rank = rank_of(batch.name)
         if batch.replaced > self._replaced.get(batch.name, 0):
             self._replaced[batch.name] = batch.replaced
             self.all_heads.pop(-1 if rank is None else rank, None)
             if batch.name == rundir.EVENTS:
-                self.events.forget_lines()
+                self.events.forget_events()
         self.cursors[batch.name] = batch.cursor
-        for line in batch.lines:
+        for record in batch.records:
             if rank is not None:
-                if line.record["rank"] == rank < world:
-                    self._take_heartbeat(batch.name, line, present)
+                if record["rank"] == rank < world:
+                    self._take_heartbeat(batch.name, record, present)
             elif batch.name == rundir.EVENTS:
-                self.events.add(line)
-                self.summary.add_event(line.record)
+                self.events.add(record)
+                self.summary.add_event(record)
             else:
-                self._take_sample(batch.name, line)
+                self._take_sample(batch.name, record)
 
-    def warm_up(self, record: Mapping[str, Any]) -> None:
-        """Adds a heartbeat record only to the pace, for example a record before the snapshot."""
-        head = self.all_heads.get(record["rank"], {}).get(record["attempt"])
-        if head is not None and self.timed:
-            if head.pace is UNTIMED:
-                head.pace = Pace(self._live_since)
-            head.pace.add(record, head.first_step, time.monotonic(), time.time())
-
-    def _take_heartbeat(self, name: str, line: Line, present: int | None) -> None:
-        record, rank, attempt = line.record, line.record["rank"], line.record["attempt"]
-        counts = self.summary.add(record)
+    def _take_heartbeat(self, name: str, record: Record, present: int | None) -> None:
+        """Adds a record; one that the totals of a snapshot include is added to its head only."""
+        rank, attempt = record["rank"], record["attempt"]
+        is_new = self.summary.add(record)
         if not 0 < attempt <= MAX_ATTEMPT:
             return
         heads = self.all_heads.setdefault(rank, {})
         if attempt not in heads:
-            heads[attempt] = LatestRecords(line)
+            heads[attempt] = LatestRecords(
+                self.summary.of_attempt(rank, attempt) or AttemptTotals()
+            )
+            if self.timed:
+                heads[attempt].pace = Pace(self._live_since)
             if len(heads) > KEPT_HEADS:
                 del heads[min(heads.keys() - {present})]
         head = heads.get(attempt)
-        if not counts and head is not None and head.has(record):
-            return
-        self.warm_up(record)
-        if head is not None:
-            head.add(line)
-        if not counts:
+        if head is not None and (is_new or not head.has(record)):
+            if self.timed:
+                head.pace.add(record, head.first_step, time.monotonic(), time.time())
+            head.add(record)
+        if not is_new:
             return
         self.counted += 1
         self._chart(name, record)
@@ -269,11 +255,11 @@ class Reducer:
             for head in heads.values():
                 head.pace.mark_old(self._live_since)
 
-    def _take_sample(self, name: str, line: Line) -> None:
-        if jsonl.number(line.record, "ts") is not None:
-            self.newest_samples[name] = line
-            self.summary.gpus.add(line.record)
-            self._chart(name, line.record)
+    def _take_sample(self, name: str, sample: dict[str, Any]) -> None:
+        if jsonl.number(sample, "ts") is not None:
+            self.newest_samples[name] = sample
+            self.summary.gpus.add(sample)
+            self._chart(name, sample)
 
     def _chart(self, name: str, record: Mapping[str, Any]) -> None:
         at, values = jsonl.number(record, "ts"), _charted(name, record)
@@ -301,10 +287,10 @@ class Reducer:
     def samples(self, attempt: int) -> dict[str, dict[str, Any]]:
         """Returns the newest sample of each host, except samples of an earlier attempt."""
         found = {}
-        for line in self.newest_samples.values():
-            of = jsonl.integer(line.record, "attempt")
+        for sample in self.newest_samples.values():
+            of = jsonl.integer(sample, "attempt")
             if of is None or of >= attempt:
-                found[json_documents.line(line.record, "host", "?")] = line.record
+                found[json_documents.line(sample, "host", "?")] = sample
         return found
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from console.model import LEVELS, STALL, Alert, Figure, Gpu
+from console.model import LEVELS, Alert, Figure, Gpu
 from console.sources import json_documents, liveness, snapshot
 from console.sources.record_files import GZIP, MAX_RANKS, RecordFiles
 from console.sources.reducer import UNITS, LatestRecords, Reducer, alert_of
@@ -72,8 +71,7 @@ class RunRecords:
     @property
     def state_event(self) -> dict[str, Any] | None:
         """The newest `state` event, or None if there is none."""
-        newest = self.reducer.events.state
-        return newest.record if newest is not None else None
+        return self.reducer.events.state
 
     def poll(self, attempt: int | None, world: int | None, limit_bytes: int) -> None:
         """Reads about `limit_bytes` of new records.
@@ -93,26 +91,21 @@ class RunRecords:
         """Returns the open alerts of the run and those in `more`, the worst first.
 
         Acknowledged alerts follow after all others. `status` is the supervisor heartbeat, or {} if
-        there is none. The heartbeat lists all open alerts, including those whose event could not be
-        written to the disk. While the heartbeat is recent, older events neither raise nor clear an
-        alert.
+        there is none. While it is recent, its alerts are shown, because an event may not have been
+        written to a full disk.
         """
-        by_events, event_ts = self.reducer.events.open(), self.reducer.events.alert_ts
-        by_status = {name: alert_of(name, record) for record in jsonl.entries(status, "alerts")
-                     if (name := json_documents.line(record, "alert", ""))}  # fmt: skip
-        found = dict(by_events)
-        newer = {name for name, alert in by_status.items() if alert.ts <= event_ts.get(name, 0.0)}
-        status_ts = jsonl.number(status, "ts") or 0.0
-        status_s = liveness.age(status_ts)
+        by_events = self.reducer.events.open()
+        found = list(by_events.values())
+        status_s = liveness.age(jsonl.number(status, "ts"))
         if status_s is not None and status_s < liveness.SILENT_S:
-            latest_ts = time.time() + liveness.CLOCK_S
-            newer = {name for name, ts in event_ts.items() if status_ts < ts <= latest_ts}
-            found = {name: by_events[name] for name in newer & by_events.keys()}
-        for name in by_status.keys() - newer:
-            alert, event = by_status[name], by_events.get(name)
-            noted = event is not None and event.acknowledged and event.ts >= alert.ts
-            found[name] = replace(alert, acknowledged=noted)
-        return tuple(sorted([*found.values(), *more], key=_urgency))
+            by_status = {name: alert_of(name, record) for record in jsonl.entries(status, "alerts")
+                         if (name := json_documents.line(record, "alert", ""))}  # fmt: skip
+            found = []
+            for name, alert in by_status.items():
+                event = by_events.get(name)
+                noted = event is not None and event.acknowledged and event.ts >= alert.ts
+                found.append(replace(alert, acknowledged=noted))
+        return tuple(sorted([*found, *more], key=_urgency))
 
     def figures(self, loss_unit: str) -> Mapping[str, Figure]:
         """Returns the newest figures of rank 0 and of the samples, the largest memory, the stalls.
@@ -121,8 +114,8 @@ class RunRecords:
         others.
         """
         progress = {
-            rank: line.record for rank, head in self.heads.items()
-            if (line := head.figures or head.progress)
+            rank: record for rank, head in self.heads.items()
+            if (record := head.figures or head.progress)
         }  # fmt: skip
         found = (
             progress_figures(progress, loss_unit)
@@ -131,7 +124,7 @@ class RunRecords:
         )
         events = self.reducer.events
         if events.stalls:
-            at = max([events.alert_ts.get(STALL, 0.0), *(figure.at for figure in found.values())])
+            at = max((figure.at for figure in found.values()), default=0.0)
             found["stalls"] = Figure(float(events.stalls), "", "all attempts", at)
         return found
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,16 +34,11 @@ Band = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The bands of one file's quantities in one span of time, which begins at `ts`.
-
-    The spans of a file at one resolution are numbered. A span that is read twice has the same
-    number `n` both times.
-    """
+    """The bands of one file's quantities in one span of time, which begins at `ts`."""
 
     of: str
     """The name of the file."""
     level: int
-    n: int
     ts: float
     bands: dict[str, Band]
 
@@ -60,11 +55,14 @@ class Thinner:
     """Reduces the points of one file to spans, independently of other files."""
 
     records: int = 0
+    first_ts: float = 0.0
+    """The time of the first record."""
     now: list[Span | None] = field(default_factory=lambda: [None] * len(SPANS_S))
     """The open span of each level."""
 
     def add(self, file: str, at: float, values: Mapping[str, float]) -> Iterator[Span]:
         """Adds the values of one record; yields the spans that ended before this record."""
+        self.first_ts = self.first_ts if self.records else at
         self.records += 1
         for level, width_s in enumerate(SPANS_S):
             begin = at // width_s * width_s
@@ -72,8 +70,7 @@ class Thinner:
             if span is None or span.ts != begin:
                 if span is not None:
                     yield span
-                number = span.n + 1 if span is not None else 1
-                span = self.now[level] = Span(file, level, number, begin, {})
+                span = self.now[level] = Span(file, level, begin, {})
             for name, value in values.items():
                 low, high = span.bands.get(name, (value, value))
                 span.bands[name] = min(low, value), max(high, value)
@@ -88,7 +85,7 @@ class Thinner:
     def has_ended(self, span: Span) -> bool:
         """Returns whether a span is older than the open span of its level."""
         now = self.now[span.level]
-        return now is not None and span.n < now.n
+        return now is not None and span.ts < now.ts
 
 
 class _Spans:
@@ -96,7 +93,7 @@ class _Spans:
 
     def __init__(self, most: int):
         self._most = most
-        self._ats, self._lows, self._highs, self._numbers = (array("d") for _ in range(4))
+        self._ats, self._lows, self._highs = (array("d") for _ in range(3))
         self._points: list[tuple[float, float]] | None = None
 
     def extend(self, spans: Sequence[Span], name: str) -> None:
@@ -104,17 +101,12 @@ class _Spans:
         bands = [span.bands[name] for span in spans]
         for values, more in (
             (self._ats, [span.ts for span in spans]), (self._lows, [low for low, _ in bands]),
-            (self._highs, [high for _, high in bands]), (self._numbers, [s.n for s in spans]),
+            (self._highs, [high for _, high in bands]),
         ):  # fmt: skip
             values.extend(more)
             if len(values) >= 2 * self._most:
                 del values[: -self._most]
         self._points = None
-
-    @property
-    def has_all(self) -> bool:
-        """True if the first span of the file is still stored."""
-        return self._numbers[max(0, len(self._numbers) - self._most)] == 1
 
     def points(self) -> list[tuple[float, float]]:
         """Returns the smallest and the largest value of each of the newest spans, in time order."""
@@ -216,21 +208,19 @@ class Series:
     def _build(self, name: str, rows: Collection[Values], thinner: Thinner) -> Points:
         points = [(at, values[name]) for at, values in rows if name in values]
         until = points[-1][0] + AHEAD_S if points else math.inf
-        points.sort()
-        found = points[: bisect_right(points, (until, math.inf))]
+        found = sorted(point for point in points if point[0] <= until)
         if len(rows) == thinner.records:
             return tuple(found)
+        now = thinner.now[0]
+        if now is not None and name in now.bands and not found:
+            found = [(now.ts, value) for value in sorted({*now.bands[name]})]
         for level in range(len(SPANS_S)):
+            if found and found[0][0] <= thinner.first_ts:
+                break
             until = min(until, found[0][0]) if found else until
             spans = self._spans.get((name, level))
             older = spans.points() if spans is not None else []
-            older = older[: bisect_left(older, (until, -math.inf))]
-            now = thinner.now[level]
-            if now is not None and name in now.bands and now.ts < until:
-                older = sorted([*older, *((now.ts, value) for value in {*now.bands[name]})])
-            found[:0] = older
-            if spans is not None and spans.has_all:
-                break
+            found[:0] = older[: bisect_left(older, (until, -math.inf))]
         return tuple(found)
 
     def newest_steps_s(self, warm_up: int) -> list[float]:
@@ -280,14 +270,14 @@ class Series:
 
         Reading stops when each file has as many spans as a series stores.
         """
-        found: dict[str, dict[int, Span]] = {of: {} for of in self.thinners}
+        found: dict[str, dict[float, Span]] = {of: {} for of in self.thinners}
         for span in newest_first:
             if span.level == level and span.of in found and self.thinners[span.of].has_ended(span):
-                found[span.of][span.n] = span
+                found[span.of][span.ts] = span
                 if all(len(each) >= KEPT_SPANS[level] for each in found.values()):
                     break
         for of, saved in found.items():
-            self._add_spans(of, level, [saved[number] for number in sorted(saved)])
+            self._add_spans(of, level, [saved[ts] for ts in sorted(saved)])
 
 
 def _valid_durations(durations: Sequence[float]) -> list[float]:

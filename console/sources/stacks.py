@@ -81,8 +81,6 @@ class Stack:
     threads: tuple[Thread, ...]
     pid: int = 0
     """The process of the dump, or 0 if the dump has no pid."""
-    is_former: bool = False
-    """True if the rank is another process now; set only for the screen."""
 
 
 def parse(text: str) -> tuple[Thread, ...]:

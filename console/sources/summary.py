@@ -76,10 +76,7 @@ class GpuTotals:
 
 
 class Summary:
-    """The totals of all ranks of a run; `attempts` and `stalls` are None while unknown.
-
-    Records of ranks beyond `world` are left out.
-    """
+    """The totals of all ranks of a run; `attempts` and `stalls` are None while unknown."""
 
     def __init__(
         self, world: int = MAX_RANKS, attempts: int | None = None, stalls: int | None = None
@@ -114,14 +111,11 @@ class Summary:
         """The last pulse of each process that has ended. The key has the attempt and the rank."""
 
     def add(self, record: Record) -> bool:
-        """Adds a heartbeat record; returns whether it is a new record of a rank below `world`."""
+        """Adds a heartbeat record; returns whether it is new."""
         rank = record["rank"]
-        totals = self.ranks.get(rank)
-        if totals is None:
-            if rank >= min(self.world, MAX_RANKS):
-                return False
-            totals = self.ranks[rank] = RankTotals(rank)
-        return totals.add(record)
+        if rank not in self.ranks:
+            self.ranks[rank] = RankTotals(rank)
+        return self.ranks[rank].add(record)
 
     def add_event(self, event: Record) -> None:
         """Adds the event of a loaded checkpoint or of an override; other events are ignored."""
@@ -141,11 +135,6 @@ class Summary:
         elif step in self.loaded or len(self.loaded) < MAX_LOADED:
             self.loaded[step] = attempt
 
-    def limit(self, world: int) -> None:
-        """Drops the ranks beyond `world`; `world` may become known only after the records."""
-        self.world = world
-        self.ranks = {rank: each for rank, each in self.ranks.items() if rank < world}
-
     def count_stall(self, since_ts: float) -> None:
         """Counts a stall that began at `since_ts`, if this time is after `stalled_ts`."""
         self.stalls_seen += since_ts > self.stalled_ts
@@ -162,12 +151,7 @@ class Summary:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the part of the totals that supervisor.json stores; the records have the rest."""
-        open_ends = [asdict(end) for end in self.ends.values() if not self._has_exit(end)]
-        return {"stalls": self.stalls, "ends": open_ends}
-
-    def _has_exit(self, end: LastPulse) -> bool:
-        part = self.of_attempt(end.rank, end.attempt)
-        return part is not None and part.exit is not None and part.last == end.records
+        return {"stalls": self.stalls, "ends": [asdict(end) for end in self.ends.values()]}
 
     def take_document(self, supervisor: Record) -> None:
         """Adds the last pulses in supervisor.json to the totals."""
@@ -197,6 +181,7 @@ class Summary:
 
     @property
     def all_attempts(self) -> range:
+        """The attempts with a record or an event, at most `MAX_ATTEMPTS`."""
         newest = max((each.newest for each in self.ranks.values()), default=0)
         return range(1, min(max(self.attempts or 0, newest), MAX_ATTEMPTS) + 1)
 
@@ -248,12 +233,12 @@ class Summary:
         if part is None:
             if end is None:
                 return "no record"
-            return f"records 1 to {end.records} are missing" if end.records else ""
+            return _missing(1, end.records) if end.records else ""
         if part.trouble:
             return part.trouble
         for gap in part.holes:
             if gap.step < until:
-                return _missing_words(gap.first, gap.last, gap.count)
+                return _missing(gap.first, gap.last, gap.count)
         if part.missing_from >= until:
             return ""
         if part.exit is not None:
@@ -265,7 +250,7 @@ class Summary:
         if end.records < part.last:
             return f"its newest record has number {part.last}, its pulse counted {end.records}"
         if end.records > part.last and not tails:
-            return _missing_words(part.last + 1, end.records, end.records - part.last)
+            return _missing(part.last + 1, end.records)
         return ""
 
     def _starts_differ(self, ranks: range) -> str:
@@ -302,8 +287,8 @@ class Summary:
                     yield attempt, rank, part, self.ends.get((attempt, rank))
 
 
-def _missing_words(first: int, last: int, count: int) -> str:
+def _missing(first: int, last: int, count: int | None = None) -> str:
     if first == last:
         return f"record {first} is missing"
-    some = "" if count > last - first else f"{count} of the "
+    some = "" if count in (None, last - first + 1) else f"{count} of the "
     return f"{some}records {first} to {last} are missing"

@@ -11,7 +11,7 @@ import os
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from trainers.contract import jsonl
 
@@ -19,21 +19,6 @@ READ_CHUNK_BYTES = 1 << 20
 PACKED_BYTES = 1 << 16
 """The most compressed bytes that are read at a time."""
 Record = dict[str, Any]
-
-
-class Place(NamedTuple):
-    """A place in a record file: the part's number (0 if the file has no parts), and the byte."""
-
-    part: int
-    at: int
-
-
-class Line(NamedTuple):
-    """One record, with its place and the length of its line in bytes."""
-
-    place: Place
-    length: int
-    record: Record
 
 
 def is_missing(path: Path) -> bool:
@@ -52,23 +37,26 @@ class Tail:
 
     `accept` returns the record of a decoded object, or None if the line is to be skipped; by
     default the object is the record.
-    `poll` returns the new records, and `poll_lines` also returns their places in the part `part`.
     To reach the end of a long file, call `poll` until `offset` no longer changes. Reading starts at
-    `begin_at`. If `begin_at` is 0, reading starts at most `recent_bytes` before the end, or, if
-    `recent_bytes` is None, at the start. Long holes are skipped. If the file is replaced or
-    truncated, it is read as if `begin_at` were 0; with `stays`, a replaced file is not read.
+    most `again_bytes` before the line at `begin_at`. If `begin_at` is 0, reading starts at most
+    `recent_bytes` before the end, or, if `recent_bytes` is None, at the start. Long holes are
+    skipped. If the file is replaced or truncated, it is read as if `begin_at` were 0; with `stays`,
+    a replaced file is not read.
     """
 
     def __init__(
         self, path: Path, accept: Callable[[Record], Record | None] = lambda record: record,
         recent_bytes: int | None = None, begin_at: int = 0, stays: bool = False, part: int = 0,
+        again_bytes: int = 0,
     ):  # fmt: skip
-        self.path, self.part = path, part
+        self.path, self.part, self._again_bytes = path, part, again_bytes
         self._stays = stays
         self.generation = 0
         """Number of times that reading started."""
         self.is_replaced = False
         """True if `stays` is set and another file is at the path; that file is not read."""
+        self.counts_from = begin_at
+        """Lines before this place were counted by an earlier reader."""
         self.line_at = self._begin_at = begin_at
         """`line_at` is the offset of the next line; earlier lines were returned or skipped."""
         self.left_out_bytes = 0
@@ -88,10 +76,6 @@ class Tail:
 
     def poll(self, limit_bytes: int = READ_CHUNK_BYTES) -> list[Record]:
         """Returns the next records; one call reads at most 1 MiB."""
-        return [line.record for line in self.poll_lines(limit_bytes)]
-
-    def poll_lines(self, limit_bytes: int = READ_CHUNK_BYTES) -> list[Line]:
-        """Returns the records as `poll` does, each with its place in the file."""
         data = self._read(min(limit_bytes, READ_CHUNK_BYTES))
         if not data:
             return []
@@ -102,9 +86,9 @@ class Tail:
             record = jsonl.decode(text) if len(text) <= jsonl.MAX_LINE_BYTES else None
             record = self._accept(record) if record is not None else None
             if record is not None:
-                found.append(Line(Place(self.part, at), len(line) + 1, record))
+                found.append(record)
             elif line.strip():
-                self.skipped += 1
+                self.skipped += at >= self.counts_from
         return found
 
     def _complete_lines(self, data: bytes) -> list[tuple[int, bytes]]:
@@ -171,11 +155,12 @@ class Tail:
         recent = size_bytes if self._recent_bytes is None else self._recent_bytes + 1
         self._identity, self._carry = identity, b""
         self.generation += 1
-        self._begin_at = self._begin_at if self._begin_at <= size_bytes else 0
-        self.left_out_bytes = 0 if self._begin_at else max(0, size_bytes - recent)
-        self.offset = self.line_at = self._begin_at or self.left_out_bytes
-        self._overlong = self.left_out_bytes > 0
-        self._begin_at = 0
+        begin_at = self._begin_at if self._begin_at <= size_bytes else 0
+        self.left_out_bytes = 0 if begin_at else max(0, size_bytes - recent)
+        again_at = max(0, begin_at - self._again_bytes - 1)
+        self.offset = self.line_at = again_at or self.left_out_bytes
+        self._overlong = self.offset > 0
+        self._begin_at, self.counts_from = 0, begin_at
 
 
 class GzipTail(Tail):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import select
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 from console.model import Gpu
 from console.plan import Phase, Plan, Watch
 from console.sources.nvml import Nvml
-from console.sources.record_files import RecordFiles
+from console.sources.record_files import WARM_UP_BYTES, RecordFiles
 from console.sources.reducer import Reducer
 from console.sources.series import Series
 from console.sources.summary import Summary
@@ -59,12 +60,29 @@ class Services:
         self.link.store(path, record)
 
     def write_last_documents(self, run: Path) -> None:
-        """Writes the documents of an ended run again; a former child may not have written them."""
-        if record := self.link.stored(run / rundir.RUN):
-            self.directory.tokens[run] = rundir.token(record)
-        for name in (rundir.GATES, rundir.SUPERVISOR):
-            if (document := self.link.stored(run / name)) is not None:
-                self.directory.document(run / name, document)
+        """Writes the documents of an ended run again; a former child may not have written them.
+
+        If the run was removed, or another run is at its path, they are given up. Otherwise their
+        writes would fail for ever, or overwrite the documents of the other run.
+        """
+        stored = {run / name: self.link.stored(run / name)
+                  for name in (rundir.GATES, rundir.SUPERVISOR)}  # fmt: skip
+        documents = {path: document for path, document in stored.items() if document is not None}
+        token = rundir.token(self.link.stored(run / rundir.RUN) or {})
+
+        def write() -> None:
+            unwritten = self.directory.unwritten  # it is written with the next document
+            unwritten.update(documents)
+            try:
+                os.stat(run / rundir.RUN)
+                found = rundir.token(rundir.read_json(run / rundir.RUN) or {})
+                is_there = found in ("", token)
+            except OSError as error:  # after another error, a later write tries again
+                is_there = not isinstance(error, FileNotFoundError | NotADirectoryError)
+            for path in () if is_there else documents:
+                del unwritten[path]
+
+        self.directory.call(write)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +120,7 @@ def run_context(
         checked_with = None if former.is_stored else path
         summary = former_documents.summary(former.state, checked_with, world, number)
     reducer = Reducer(Series(keeps=False), summary, timed=True)
-    reading = RecordFiles(path, cursors=reducer.cursors)
+    reading = RecordFiles(path, cursors=reducer.cursors, again_bytes=WARM_UP_BYTES)
     live = Live(token, world, number, path, former is not None)
     if former and live.path is None and services.link.has_no_processes(path, home, number):
         live.renew(number)

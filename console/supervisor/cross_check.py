@@ -35,11 +35,11 @@ class Evidence:
             folder: former_documents.events(folder, launch) for folder in (launch, *runs)
         }
 
-    def answered_requests(self) -> dict[str, Path]:
-        """Returns the mailbox of each answered request, by the id of the request."""
+    def answered_requests(self) -> set[str]:
+        """Returns the ids of the answered requests."""
         return {
-            jsonl.text(record, "request"): folder / rundir.REQUESTS
-            for folder, records in self._events.items()
+            jsonl.text(record, "request")
+            for records in self._events.values()
             for record in records if record.get("kind") == "answer"
         }  # fmt: skip
 

@@ -117,7 +117,7 @@ class Ends:
         take_log(self._tree, log)
         self.crashes = crashes
         if self._tree.agent_status is None:  # the exit of torchrun was not observed
-            self._tree.add_unseen({rank: x.last.record for rank, x in self._heads().items()})
+            self._tree.add_unseen({rank: x.last for rank, x in self._heads().items()})
         pids = {rank: worker.handle.pid for rank, worker in self._tree.workers.items()}
         self._pulses.read_all(pids, self._tree.nproc)
         if self._tree.workers or not self._tree.agent_status:
@@ -179,7 +179,7 @@ def end_of(
         code = signal = None
     elif not (worker.observed or code or (head.has_end and head.code is None)):
         code = head.code  # exit 0 that was not observed counts only if recorded
-    last, record = words or Crash(), head.last.record
+    last, record = words or Crash(), head.last
     phase = jsonl.text(record, "phase") if record.get("msg") == "exit" else ""
     said = ": ".join(filter(None, (jsonl.text(record, "msg"), jsonl.text(record, "reason"))))
     return RankEnd(

@@ -16,7 +16,6 @@ from typing import Any, cast
 from console.model import PhaseState, State
 from console.run_state import ReaderView
 from console.sources import json_documents, liveness
-from console.sources.record_files import Line, Place
 from console.sources.reducer import Events
 from console.sources.sanitize import clean
 from console.sources.summary import Summary
@@ -161,7 +160,7 @@ def summary(state: Mapping[str, Any], run: Path | None, world: int, attempt: int
     stalls = jsonl.integer(state, "stalls")
     newest = Events()
     for record in () if run is None else events(run, run):
-        newest.add(Line(Place(0, 0), 0, record))
+        newest.add(record)
     if stalls is not None:
         stalls = max(stalls, newest.stalls or 0)
     has_attempt = jsonl.integer(state, "attempt") is not None

@@ -10,7 +10,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -27,11 +27,13 @@ from trainers.contract.errors import UsageError
 
 MAX_REQUEST_BYTES = 64 << 10
 MAX_REQUESTS_A_POLL = 64
+CHANGE_NS = 1_000_000_000
+"""A file may be changed for this long after a poll has found its name."""
 FILES_NAME = "files"
 """The name of the observer that reads the files of a run."""
 UNREADABLE = "the request is not a JSON object of at most 64 KiB, or cannot be read; send it again"
 OLDER = "the request is older than this supervisor; send it again"
-EXECUTED = "a request with this id was answered already"
+RECEIVED = "a request with this id was received already"
 IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 
@@ -47,7 +49,7 @@ class Request:
     by: str
     error: str = ""
     written_ns: int = 0
-    """Time at which the file was written, by the clock of the file system."""
+    """Time of the file's last change (ctime), which no program can set."""
     found_ns: int = 0
     """Time at which the file was found, by the same clock if that can be read."""
 
@@ -70,7 +72,7 @@ def disk_ns(place: int) -> int:
     """
     try:
         os.utime(place)
-        return os.stat(place).st_mtime_ns
+        return os.stat(place).st_ctime_ns
     except OSError:
         return time.time_ns()
 
@@ -119,7 +121,7 @@ def _read(path: Path, mailbox: Mailbox, found_ns: int) -> Request:
             error = str(wrong)
     given = IDENTIFIER.fullmatch(jsonl.text(record, "id"))
     return Request(
-        path, given[0] if given else name, action[:80], args, by, error, status.st_mtime_ns,
+        path, given[0] if given else name, action[:80], args, by, error, status.st_ctime_ns,
         found_ns,
     )  # fmt: skip
 
@@ -135,69 +137,64 @@ def remove(path: Path) -> None:
 
 
 class Inbox:
-    """Owns the ids of the requests that were seen; executes none of these requests again.
+    """Owns the ids of the requests that were received; executes each request once.
 
     A request that is not newer than `since_ns`, the start of this supervisor, is rejected, because
-    an earlier supervisor may have executed it. After the clock of the file system was set back,
-    this is not checked. The modification times of files are compared, not the time in a request.
+    an earlier supervisor may have executed it. So is a request from before the clock of the file
+    system was set back. The times of files are compared, not the time in a request.
     """
 
     def __init__(
         self, directory: Directory, attempt_in: Callable[[Path], int], since_ns: int = 0
     ):  # fmt: skip
         self._directory, self._attempt_in = directory, attempt_in
-        self._seen: dict[str, tuple[Path | None, bool]] = {}
-        """By id: a request's file (None if removed) or mailbox, and whether it was answered."""
-        self.since_ns = since_ns
+        self._received: set[str] = set()
+        self._files: set[Path] = set()
+        """The files of requests that have no answer yet, or whose removal has not ended."""
+        self._since_ns = since_ns
 
-    def restore(self, answered: Mapping[str, Path]) -> None:
-        """Marks requests as answered; `answered` has the mailbox of each request, by request id."""
-        self._seen |= {name: (box, True) for name, box in answered.items()}
+    def restore(self, answered: Iterable[str]) -> None:
+        """Marks the requests as received that a former process answered."""
+        self._received.update(answered)
 
     def execute(self, found: Sequence[Request], execute: Execute) -> bool:
         """Executes or rejects each request that is new; returns whether any request was new."""
-        any_new = False
-        for request in found:
-            seen = self._seen.get(request.id)
-            if seen is not None and (seen[0] == request.path or not seen[1]):
-                continue
-            any_new = True
-            is_again = seen is not None and not request.error
-            outcome = (False, EXECUTED, []) if is_again else self._execute_new(request, execute)
+        new = [request for request in found if request.path not in self._files]
+        for request in new:
+            self._files.add(request.path)
+            outcome = self._execute_new(request, execute)
             if outcome is not None:
                 self.answer(request, outcome)
-        return any_new
+        return bool(new)
+
+    def _is_older(self, request: Request) -> bool:
+        """Returns whether the request may have been sent to an earlier supervisor."""
+        is_from_future = request.written_ns > request.found_ns + CHANGE_NS
+        return is_from_future or request.written_ns <= self._since_ns <= request.found_ns
 
     def _execute_new(self, request: Request, execute: Execute) -> Outcome | None:
-        self._seen[request.id] = request.path, False
+        error = request.error or OLDER * self._is_older(request)
+        error = error or RECEIVED * (request.id in self._received)
+        self._received.add(request.id)
         folder = request.folder
         self._directory.event(
             folder, self._attempt_in(folder), "request", f"{request.action or 'unknown action'} "
             "requested", by=request.by, request=request.id, action=request.action,
         )  # fmt: skip
-        # If the clock of the file system was set back, the times do not show the age.
-        is_older = request.written_ns <= self.since_ns <= request.found_ns
-        error = request.error or (OLDER if is_older else "")
         return (False, error, []) if error else execute(request)
 
     def answer(self, request: Request, outcome: Outcome) -> None:
         """Writes the answer into the events of the run or launch, and removes the request."""
         ok, text, detail = outcome
-        self._seen[request.id] = request.path, True
         folder = request.folder
         self._directory.event(
             folder, self._attempt_in(folder), "answer", text, "info" if ok else "warn",
             request=request.id, action=request.action, ok=ok, detail=detail, asked_by=request.by,
         )  # fmt: skip
         self._directory.job(
-            lambda: remove(request.path), lambda _, error: error or self._removed(request),
-            request.path,
+            lambda: remove(request.path),
+            lambda _, error: error or self._files.discard(request.path), request.path,
         )  # fmt: skip
-
-    def _removed(self, request: Request) -> None:
-        """Records that a file was removed, so that a later file of the same name is answered."""
-        if self._seen.get(request.id) == (request.path, True):
-            self._seen[request.id] = None, True
 
 
 @dataclass(slots=True)

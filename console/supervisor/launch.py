@@ -177,7 +177,7 @@ class Launch:
         # This job must run before the first poll of the mailboxes.
         self._directory.job(
             lambda: cross_check.Evidence(self._path, runs).answered_requests(),
-            lambda answered, _: self._inbox.restore(answered or {}),
+            lambda answered, _: self._inbox.restore(answered or ()),
         )
         if former.get("state") != "ended":
             self._continue_phase(former, warnings)

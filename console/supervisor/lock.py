@@ -7,11 +7,9 @@ directory has the token but no flock, and another launch at the same path has an
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import secrets
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +21,6 @@ MAX_BYTES = 1 << 16
 def token_of(launch: Path) -> str:
     """Returns the token in the lock file of a launch directory, or "" if there is none."""
     return jsonl.text(rundir.read_json(launch / rundir.LOCK, below=launch) or {}, "token")
-
-
-@contextlib.contextmanager
-def keep_free(launch: Path) -> Iterator[None]:
-    """Prevents other processes from locking a launch that has a lock file and is not locked."""
-    with contextlib.ExitStack() as files:
-        with contextlib.suppress(OSError):
-            fd = files.enter_context(jsonl.opened(launch / rundir.LOCK))
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        yield
 
 
 def read(fd: int) -> dict[str, Any]:
@@ -70,7 +58,7 @@ class LaunchLock:
         owner = read(fd)
         _write(fd, owner | rundir.identity())
         self._file, self.token, self._lost = os.fstat(fd), jsonl.text(owner, "token"), ""
-        self.since_ns = self._file.st_mtime_ns
+        self.since_ns = self._file.st_ctime_ns
         """The time at which this process took the lock, by the clock of the file system."""
 
     def lost(self) -> str:

@@ -183,7 +183,7 @@ def _pulsed(rank: Rank, head: LatestRecords, attempt: int) -> RankEvidence | Non
 
 def _recorded(heads: Mapping[int, LatestRecords], watch: Watch) -> tuple[RankEvidence, ...]:
     """Returns evidence from the records of the ranks that record steps, or else of all ranks."""
-    stepping = {rank: head for rank, head in heads.items() if head.last.record["step"]}
+    stepping = {rank: head for rank, head in heads.items() if head.last["step"]}
     return tuple(by_records(rank, head, watch) for rank, head in (stepping or heads).items())
 
 

@@ -60,8 +60,6 @@ class Run:
         """The time at which the next attempt begins, or None if the run waits for no attempt."""
         self._git: Mapping[str, Any] = jsonl.mapping(former_state, "git")
         """The commit of the code that the newest attempt runs, or {} if it is not available."""
-        self._known_git = jsonl.mapping(former_state, "known_git") or self._git
-        """The last commit that git reported."""
         self._changed_code = ""
         """A sentence for the alert that the code has changed, until the alert is raised."""
         self._published: dict[str, Any] = {}
@@ -79,9 +77,8 @@ class Run:
         )
         self.summary = self._context.reducer.summary
         self._check = CheckpointCheck(
-            path, spec.plan.checkpoints, self.event, self.alerts, self.summary,
-            jsonl.mapping(former_state, "checkpoint_check"),
-        )  # fmt: skip
+            path, spec.plan.checkpoints, self.event, self.alerts, self.summary
+        )
         self._snapshots = Snapshots(services, path, self.id, self._context.reducer, self.alerts)
         self._record = former.record if former else self._new_record(index)
         self.summary.loss_unit = loss_unit(self.settings)
@@ -118,7 +115,7 @@ class Run:
         # Stored only now, because a next child starts torchrun if the owner has run.json, but no
         # processes.
         self._link.store(self.path / rundir.RUN, self._record)
-        self._directory.call(lambda: self._directory.set_run(self.path, self._context.token))
+        self._directory.call(lambda: self._directory.set_run(self.path))
         if not former.is_stored:
             self._directory.call(lambda: self._read_code(begins=False))
         for warning in former.warnings:
@@ -267,8 +264,7 @@ class Run:
         With `begins` False, the attempt was adopted, and a recorded commit stays.
         """
         found = launch_spec.git_facts(launch_spec.code_folder(self.phase))
-        self._changed_code = launch_spec.changed_words(self._known_git, found)
-        self._known_git = found or self._known_git
+        self._changed_code = launch_spec.changed_words(self._git, found)
         if begins or not self._git:
             self._git = found
 
@@ -354,7 +350,7 @@ class Run:
         self._published_at = time.monotonic()
         now = {
             "state": self.state, "why": self.why, "since_ts": self._since_ts,
-            "attempt": self.number, "alerts": self.alerts.open(), "known_git": self._known_git,
+            "attempt": self.number, "alerts": self.alerts.open(),
             "updated_ts": time.time(),
         }  # fmt: skip
         document = self.observers.run(rundir.SUPERVISOR, self._document, self._published)
@@ -366,7 +362,6 @@ class Run:
             "v": VERSION, "run": self.id, "child": rundir.identity(),
             "lock_token": self._services.lock.token, "launch": self._spec.launch,
             "ended": [asdict(each) for each in self._ended],
-            "checkpoint_check": self._check.document(),
             "live_dir": "" if self.over else str(self.live or ""),
             "watch": asdict(self._context.watch), "git": self._git,
             **restart.armed(

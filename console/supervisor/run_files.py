@@ -180,5 +180,6 @@ class Files:
         checkpoint, files, former = newest_checkpoint(self._run), None, None
         with contextlib.suppress(OSError, ValueError):
             files = gate_files.read(self._run, self._attempt, self._world)
-            former = gate_check.continued(self._run, resumed_at_end)
+            born = rundir.read_json(self._run / rundir.RUN, below=self._run) or {}
+            former = gate_check.continued(born, resumed_at_end)
         return FinalRead(log, last, checkpoint, signal, files, former)

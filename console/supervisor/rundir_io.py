@@ -63,8 +63,6 @@ class Directory(Recorder):
         """Unexpected exceptions of jobs, to be reported."""
         self._home: rundir.OpenDirectory | None = None
         """The directory of the current run."""
-        self.tokens: dict[Path, str] = {}
-        """The tokens of the current run and of earlier runs, by path."""
         self.replaced_run = ""
         """A sentence while the path of the current run leads to another directory, or ""."""
         self._lock = threading.Lock()
@@ -119,7 +117,7 @@ class Directory(Recorder):
         If a `.HALT` existed before, it is renamed; returns its new path, or None.
         """
         rundir.make_directory(run)
-        self.set_run(run, rundir.token(record))
+        self.set_run(run)
         for folder in (run / rundir.REQUESTS, run / rundir.VERDICTS):
             rundir.make_directory(folder)
         aside = run / f"{rundir.HALT}.stale-{time.time_ns() // 1_000_000}"
@@ -147,9 +145,8 @@ class Directory(Recorder):
         if rundir.token(record) != token:
             raise RefusedError(f"{run} belongs to another run; no further attempt starts")
 
-    def set_run(self, run: Path, token: str) -> None:
+    def set_run(self, run: Path) -> None:
         """Makes `run` the current run. Raises OSError."""
-        self.tokens[run] = token
         self._home = rundir.OpenDirectory(run)
 
     def _next(self) -> Item | Callable[[], None] | None:
@@ -188,26 +185,11 @@ class Directory(Recorder):
         for path, record in list(self.unwritten.items()):
             try:
                 self._check(path)
-                if not self._was_removed(path):
-                    rundir.write_json(path, record)
+                rundir.write_json(path, record)
                 del self.unwritten[path]
             except OSError as error:
                 errors.append(error)
         return errors
-
-    def _was_removed(self, path: Path) -> bool:
-        """Returns whether an earlier run has no run.json, or a run.json with another token.
-
-        The documents of that run are then given up. The current run may come back.
-        """
-        run = next((each for each in path.parents if each in self.tokens), None)
-        if run is None or (self._home is not None and run == self._home.path):
-            return False
-        try:
-            os.stat(run / rundir.RUN)
-        except (FileNotFoundError, NotADirectoryError):
-            return True
-        return rundir.token(rundir.read_json(run / rundir.RUN) or {}) not in ("", self.tokens[run])
 
     def _open(self, path: Path) -> int:
         self._check(path)

@@ -5,14 +5,12 @@ Readers start from these files.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from console import status_text
 from console.sources import record_files, snapshot
 from console.sources.reducer import Reducer
 from console.supervisor.alerts import Alerts
@@ -20,7 +18,7 @@ from console.supervisor.context import Services
 from trainers.contract import jsonl, rundir
 
 EVERY_S = 30.0
-NO_HISTORY, NO_SNAPSHOT = "history", "snapshot"
+NO_HISTORY = "history"
 
 
 class Snapshots:
@@ -55,22 +53,11 @@ class Snapshots:
             self._run_job(self._add_history, None)
 
     def write(self) -> None:
-        """Writes the history lines that are due, then replaces the snapshot.
-
-        A snapshot that would be too long (because of absurd records) is not written, and an alert
-        says so. The last snapshot then stays valid.
-        """
+        """Writes the history lines that are due, then replaces the snapshot."""
         self._written = time.monotonic()
         found = snapshot.document(self._reducer, self._name, time.time())
-        size, most = len(json.dumps(found)), snapshot.max_bytes(self._reducer.summary.ranks)
-        self._run_job(self._add_history, found if size <= most else None)
-        if size <= most:
-            self._alerts.clear(NO_SNAPSHOT, f"{rundir.SNAPSHOT} is written again")
-            self._services.directory.document(self._run / rundir.SNAPSHOT, found)
-        else:
-            sizes = f"{status_text.size(size)}, its limit is {status_text.size(most)}"
-            text = f"{rundir.SNAPSHOT} would have {sizes}, so it is not written; readers read more"
-            self._alerts.raise_(NO_SNAPSHOT, f"{text} records, and later cannot read all of them")
+        self._run_job(self._add_history, found)
+        self._services.directory.document(self._run / rundir.SNAPSHOT, found)
 
     def _run_job(self, work: Callable[[], object], found: Mapping[str, Any] | None) -> None:
         self._is_waiting = True

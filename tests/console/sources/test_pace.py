@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from console.diagnose.rank_evidence import SAFETY, by_records, limit_s
 from console.plan import Watch
 from console.sources.pace import Pace
-from console.sources.record_files import Line, Place
 from console.sources.reducer import LatestRecords
 
 WATCH = Watch(stall_floor_s=180, startup_s=900)
@@ -21,12 +20,12 @@ LEAST_S = WATCH.startup_s / SAFETY
 def take(head, step, at, mono, ts):
     record = {"step": step, "msg": "progress", "ts": at, "pid": 1, "rank": 0}
     head.pace.add(record, 1, mono, ts)
-    head.add(Line(Place(0, 0), 1, record))
+    head.add(record)
 
 
 def told(steps, step_s, boot_s=10.0):
     """Returns the head of a rank that records these steps, each of which takes `step_s`."""
-    head = LatestRecords(Line(Place(0, 0), 1, {}), pace=Pace())
+    head = LatestRecords(pace=Pace())
     for step in (0, *steps):
         at = boot_s * (step > 0) + step * step_s
         take(head, step, at, at, at)
@@ -39,7 +38,7 @@ def test_a_run_that_keeps_its_rhythm_is_never_late(step_s, every, records):
     steps = [s for s in range(1, 5 * every + 6) if s <= 5 or s % every == 0][:records]
     head = told(steps, step_s)
     due = next(s for s in range(1, 10_000) if (s <= 5 or s % every == 0) and s not in steps)
-    last = head.last.record["ts"]
+    last = head.last["ts"]
     if steps:
         late_s = head.pace.age_s(last + (due - steps[-1]) * step_s)
         assert late_s <= limit_s(by_records(0, head, WATCH), WATCH)

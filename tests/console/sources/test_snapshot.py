@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from console.cli import main
 from console.sources import record_files, run_records, snapshot
-from console.sources.rank_totals import RankTotals
 from console.sources.run import RunSource
 from console.sources.series import SPANS_S
 from tests.console.sources import directory
@@ -100,28 +99,27 @@ def test_the_owner_keeps_a_snapshot_when_the_history_before_it_is_on_disk(run):
     """An observer that is replaced while the disk hangs reads the missing spans again."""
     writer, observer = Writer(run, random.Random(7)), Observer(run)
 
-    def look() -> list[int]:
+    def look() -> int:
         for _ in range(30):
             writer.ts += 10.0
             writer.beat()
             writer.sample()
         observer.save()
         lines = snapshot.history(run, 0).read_bytes().splitlines()
-        return [each["n"] for line in lines
-                if (each := json.loads(line))["of"] == "samples_here.jsonl"]  # fmt: skip
+        return sum(json.loads(line)["of"] == "samples_here.jsonl" for line in lines)
 
-    assert (look(), len(observer.disk.kept)) == ([*range(1, 30)], 1)
+    assert (look(), len(observer.disk.kept)) == (29, 1)
     observer.disk.is_full = True
-    assert (look(), len(observer.disk.kept)) == ([*range(1, 30)], 1)
+    assert (look(), len(observer.disk.kept)) == (29, 1)
     assert observer.disk.alerts
     observer.disk.is_full = False
-    assert (look(), len(observer.disk.kept)) == ([*range(1, 90)], 2)
+    assert (look(), len(observer.disk.kept)) == (89, 2)
     assert not observer.disk.alerts
     observer.disk.hangs = True
-    assert (look(), len(observer.disk.kept)) == ([*range(1, 90)], 2)
+    assert (look(), len(observer.disk.kept)) == (89, 2)
     kept = observer.disk.kept[-1]
     observer = Observer(run, held=kept)
-    assert (look(), len(observer.disk.kept)) == ([*range(1, 150)], 1)
+    assert (look(), len(observer.disk.kept)) == (149, 1)
 
 
 def test_read_all_reads_compressed_parts_to_their_end(run):
@@ -141,7 +139,7 @@ def test_read_all_reads_compressed_parts_to_their_end(run):
     assert left == sorted(set(left), reverse=True)
 
 
-@pytest.mark.parametrize(("attempts", "most"), [(8, snapshot.MAX_BYTES), (40, 180 << 10)])
+@pytest.mark.parametrize(("attempts", "most"), [(8, 64 << 10), (40, 180 << 10)])
 def test_a_snapshot_is_small_for_eight_ranks_and_many_restarts(tmp_path, attempts, most):
     run = directory.run(tmp_path / "0-first", world=8)
     at = time.time() - 1e6
@@ -166,30 +164,6 @@ def test_a_snapshot_is_small_for_eight_ranks_and_many_restarts(tmp_path, attempt
     observer.save()
     assert (run / rundir.SNAPSHOT).stat().st_size <= most
     assert is_used(run)
-
-
-def test_a_snapshot_that_is_too_long_is_not_written_and_an_alert_says_so(run, monkeypatch):
-    prepared(run)
-    observer, before = Observer(run), (run / rundir.SNAPSHOT).read_bytes()
-    with monkeypatch.context() as patch:
-        patch.setattr(snapshot, "max_bytes", lambda ranks: 10)
-        observer.save()
-    assert observer.disk.alerts == {"snapshot"}
-    assert (run / rundir.SNAPSHOT).read_bytes() == before
-    observer.save()
-    assert not observer.disk.alerts
-    assert (run / rundir.SNAPSHOT).read_bytes() != before
-
-
-def test_a_poll_reads_only_records_after_the_snapshot(run, monkeypatch):
-    prepared(run)
-    source, folds = RunSource(run), []
-    before = source.poll().step
-    monkeypatch.setattr(RankTotals, "add", lambda totals, record: folds.append(record["n"]) or True)
-    source = RunSource(run)
-    assert (source.poll().step, folds) == (before, [])
-    directory.beat(run, 0, 99, n=61, mono=1e6)
-    assert (source.poll().step, folds, source.has_all_records) == (99, [61], True)
 
 
 def test_charts_show_a_long_run_at_once_and_then_its_past(run, monkeypatch):

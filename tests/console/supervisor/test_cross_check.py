@@ -310,7 +310,9 @@ def test_what_one_file_alone_says_ends_nothing_at_a_take_over(begin, tmp_path):
     forged = {"next_flags": flag, "ended_by": "stop requested by x"}
     change(started.path / rundir.PLAN_STATE, phase=0, **forged)
     request = {"v": 1, "id": "old", "action": "kill", "args": {"yes": True}, "by": "x", "ts": 4e9}
-    rundir.write_json(started.run() / rundir.REQUESTS / "old.json", request)
+    old = started.run() / rundir.REQUESTS / "old.json"
+    rundir.write_json(old, request)
+    os.utime(old, times=(4e9, 4e9))
     actions.adopt(started.path)
     answer = actions.answer(started.path, "old", HANG_GUARD_S)
     assert (answer["ok"], "older than this supervisor" in answer["text"]) == (False, True)

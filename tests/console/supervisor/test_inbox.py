@@ -209,7 +209,7 @@ def test_a_request_is_not_executed_again_after_many_others(tmp_path, directory):
 
 @pytest.mark.parametrize(
     ("written_ns", "found_ns", "is_done"),
-    [(99, 200, False), (100, 200, False), (101, 200, True), (50, 60, True), (10**19, 200, True)],
+    [(99, 200, False), (100, 200, False), (101, 200, True), (50, 60, True), (10**19, 200, False)],
     ids=["before", "same tick", "after", "the clock has gone back", "a time to come"],
 )
 def test_a_request_from_before_this_supervisor_is_not_executed(
@@ -224,13 +224,27 @@ def test_the_time_of_a_request_is_that_of_its_file_and_not_what_it_tells(tmp_pat
     box = tmp_path / rundir.REQUESTS
     box.mkdir()
     (tmp_path / rundir.LOCK).touch()
-    since_ns = (tmp_path / rundir.LOCK).stat().st_mtime_ns
+    since_ns = (tmp_path / rundir.LOCK).stat().st_ctime_ns
     time.sleep(0.02)  # a tick of the file system's clock
     for name, ts in (("late", time.time() - 3600), ("ahead", 4e9)):
         write_request(box, f"{name}.json", id=name, action="stop", ts=ts)
     found = inbox.scan(tmp_path, "launch")
     assert [(each.id, each.error) for each in found] == [("ahead", ""), ("late", "")]
     assert all(since_ns < each.written_ns <= each.found_ns for each in found)
+
+
+def test_a_request_whose_times_were_altered_is_as_old_as_its_last_change(tmp_path, directory):
+    box = tmp_path / rundir.REQUESTS
+    box.mkdir()
+    for name, ahead_s in (("late", -3600), ("ahead", 3600)):
+        write_request(box, f"{name}.json", id=name, action="stop")
+        os.utime(box / f"{name}.json", times=(time.time() + ahead_s,) * 2)
+    time.sleep(0.02)
+    (tmp_path / rundir.LOCK).touch()
+    since_ns = (tmp_path / rundir.LOCK).stat().st_ctime_ns
+    found = [(each.id, each.written_ns, each.found_ns) for each in inbox.scan(tmp_path, "launch")]
+    assert len(found) == 2
+    assert execute(directory, tmp_path, found, since_ns) == []
 
 
 class Polls:

@@ -118,27 +118,9 @@ def test_a_full_disk_leaves_the_plain_part(tmp_path):
         filler = mount / "filler"
         filler.write_bytes(bytes((room.f_bavail - 2) * room.f_frsize))
         directory = Directory()
-        divide(directory, path, PART_BYTES)
+        with pytest.raises(OSError, match="No space"):
+            divide(directory, path, PART_BYTES)
         assert directory.close()
         ((_, part),) = record_files.parts(path)
         assert part.read_bytes() == data
         assert sorted(os.listdir(mount)) == ["filler", part.name]
-
-
-def test_a_fifo_is_no_part_and_no_link_is_written_through(tmp_path):
-    path, victim = rundir.samples(tmp_path, "here"), tmp_path / "victim"
-    first, second = record_files.part(path, 1), record_files.part(path, 2)
-    victim.write_bytes(b"untouched")
-    os.mkfifo(first)
-    second.write_bytes(b"x" * PART_BYTES)
-    (tmp_path / f".{second.name}{record_files.GZIP}.tmp").symlink_to(victim)
-    directory = Directory()
-    divide(directory, path, PART_BYTES)
-    assert directory.close()
-    assert victim.read_bytes() == b"untouched"
-    assert gzip.decompress(record_files.parts(path)[1][1].read_bytes()) == b"x" * PART_BYTES
-    assert sorted(os.listdir(tmp_path)) == [
-        first.name,
-        f"{second.name}{record_files.GZIP}",
-        "victim",
-    ]

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 from console.plans import report, sweep
-from console.sources import launches
 from console.supervisor import report_writer
 from console.supervisor.report_writer import ReportWriter
 from console.supervisor.rundir_io import Directory
@@ -70,11 +69,11 @@ def test_a_whole_report_has_the_comparison_and_no_event(launch, monkeypatch):
 
 
 def test_a_sweep_that_cannot_be_compared_is_in_the_report_with_the_reason(launch):
-    """No phase in plan.json has a variant, so there is nothing to compare."""
+    """plan.json has one run of the sweep only."""
     assert written(launch) == []
     text = (launch / report.NAME).read_text()
-    reason = f"the plan of {launches.launch_id(launch)} has no sweep"
-    assert f"## Sweeps\n\n    not compared: {reason}" in text
+    reason = "the launch has only a part of the rounds in speed"
+    assert f"## Sweeps\n\n    speed: not compared: {reason}" in text
 
 
 def test_a_report_that_cannot_be_written_is_an_event(launch):

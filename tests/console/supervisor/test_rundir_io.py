@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import threading
 from collections.abc import Iterator
-
-import pytest
+from types import SimpleNamespace
+from typing import Any, cast
 
 from console.supervisor import rundir_io
 from console.supervisor.alerts import DROPPED, SETTLED_S, Alerts
+from console.supervisor.context import Services
 from console.supervisor.rundir_io import Directory
-from trainers.contract import rundir
-
-
-def made(run, token="a"):
-    """Makes the directory of a run; returns the run and its token."""
-    run.mkdir()
-    rundir.write_json(run / rundir.RUN, {"environment": {"NSA_CONSOLE_TOKEN": token}})
-    return run, token
+from trainers.contract import environ, rundir
 
 
 @contextlib.contextmanager
@@ -101,75 +94,35 @@ def test_a_document_whose_write_failed_is_written_with_the_next_document(tmp_pat
     assert seen == [(True, True)]
 
 
-def test_the_documents_of_a_removed_earlier_run_do_not_fail_for_ever(tmp_path):
-    """A new child writes these documents again, and an operator may have deleted the run."""
-    directory, current, earlier = Directory(), tmp_path / "1-two", tmp_path / "0-one"
-    directory.set_run(*made(current))
-    directory.tokens[earlier] = "b"
-    directory.document(earlier / "gates.json", {"n": 1})
-    directory.document(current / "supervisor.json", {"n": 2})
+def test_a_new_process_gives_up_the_documents_of_an_earlier_run_that_is_not_at_its_path(tmp_path):
+    """Otherwise they would fail for ever, with an alert and a wait at the end of the launch."""
+
+    def record(token):
+        return {"environment": {environ.TOKEN: token}}
+
+    link = SimpleNamespace(stored=lambda path: record("a") | {"name": path.name})
+    directory = Directory()
+    services = Services(directory, *cast(Any, [None] * 5), link=cast(Any, link))
+    for run, content in (("0", record("a")), ("1", {}), ("2", record("b")), ("3", None)):
+        if content is not None:
+            (tmp_path / run).mkdir()
+            rundir.write_json(tmp_path / run / rundir.RUN, content)
+        services.write_last_documents(tmp_path / run)
     assert directory.close(20)
     assert (directory.dropped, directory.failing, directory.unwritten) == (0, "", {})
-    assert rundir.read_json(current / "supervisor.json") == {"n": 2}
+    written = [(tmp_path / str(run) / rundir.GATES).exists() for run in range(4)]
+    assert written == [True, True, False, False]
 
 
 def test_a_verdict_waits_for_the_current_run_whose_directory_is_away(tmp_path):
     directory, run = Directory(), tmp_path / "0-one"
-    directory.set_run(*made(run))
-    (run / "verdicts").mkdir()
+    (run / "verdicts").mkdir(parents=True)
+    directory.set_run(run)
     directory.call(lambda: run.rename(tmp_path / "away"))
     directory.document(run / "verdicts" / "1.json", {"n": 1})
     directory.call(lambda: (tmp_path / "away").rename(run))
     assert directory.close(20)
     assert rundir.read_json(run / "verdicts" / "1.json") == {"n": 1}
-
-
-def test_a_document_of_a_removed_directory_does_not_make_later_writes_fail(tmp_path, monkeypatch):
-    """An operator may remove the run of a former phase while the next phase runs."""
-    monkeypatch.setattr(rundir_io, "RETRY_S", 0.0)
-    directory, failures = Directory(), []
-    earlier, current = tmp_path / "0-one", tmp_path / "1-two"
-    directory.set_run(*made(earlier))
-    made(current)
-    directory.call(lambda: shutil.rmtree(earlier))
-    directory.document(earlier / "gates.json", {"n": 0})
-    directory.call(lambda: directory.set_run(current, "a"))
-    for number in range(3):
-        directory.document(tmp_path / "plan_state.json", {"n": number}, keeps_place=True)
-    directory.call(lambda: failures.append(directory.dropped))
-    assert directory.close(20)
-    assert (failures, directory.unwritten) == ([1], {})
-
-
-def test_a_document_of_an_earlier_run_is_not_written_into_a_directory_that_replaced_it(tmp_path):
-    directory, earlier, current = Directory(), tmp_path / "0-one", tmp_path / "1-two"
-    directory.set_run(*made(earlier))
-    made(current)
-    directory.call(lambda: earlier.rename(tmp_path / "away"))
-    directory.document(earlier / "gates.json", {"n": 0})
-    directory.call(earlier.mkdir)
-    directory.call(lambda: directory.set_run(current, "a"))
-    directory.document(current / "supervisor.json", {"n": 1})
-    assert directory.close(20)
-    assert (list(earlier.iterdir()), directory.unwritten) == ([], {})
-    assert rundir.read_json(current / "supervisor.json") == {"n": 1}
-
-
-@pytest.mark.parametrize("place", ["removed", "made anew", "of another run", "overwritten"])
-def test_a_new_process_gives_up_the_documents_of_a_run_that_is_not_at_its_path(tmp_path, place):
-    """A plan that waits has no current run; the documents of its ended runs are written again."""
-    directory, run = Directory(), tmp_path / "0-one"
-    directory.tokens[run] = "a"
-    if place == "made anew":
-        run.mkdir()
-    elif place != "removed":
-        made(run, "b")
-    if place == "overwritten":
-        (run / rundir.RUN).write_bytes(b"by a rank")
-    directory.document(run / "supervisor.json", {"n": 0})
-    assert directory.close(20)
-    assert (directory.dropped, directory.unwritten) == (0, {})
-    assert (run / "supervisor.json").exists() == (place == "overwritten")
 
 
 def test_a_document_that_cannot_be_written_is_not_called_a_dropped_record(tmp_path):

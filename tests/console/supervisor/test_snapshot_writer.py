@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -36,11 +37,10 @@ def check_history(started: Started) -> None:
         path, found = snapshot.history(started.run(), level), {}
         for line in path.read_bytes().splitlines() if path.exists() else ():
             record = json.loads(line)
-            key = record["of"], record["n"]
+            key = record["of"], record["ts"]
             assert found.setdefault(key, record) == record
-        for of in {of for of, _ in found}:
-            numbers = sorted(number for name, number in found if name == of)
-            assert numbers == list(range(1, len(numbers) + 1))
+        begins = sorted(ts for of, ts in found if of.startswith("samples"))
+        assert all(after - ts == SPANS_S[level] for ts, after in pairwise(begins))
 
 
 def test_a_replaced_process_goes_on_from_the_snapshot_that_its_owner_keeps(begin, tmp_path, shell):

@@ -156,24 +156,6 @@ def at(told, step, attempt=1):
     return with_records(seen, told.heads[0], attempt)
 
 
-def test_steps_that_took_longer_than_the_reader_was_there_raise_no_limit():
-    told = Recorded(live=True)
-    told.take(record(2, steps_dt_s=[0.1, 0.1]))
-    told.take(record(4, steps_dt_s=[1000.0, 1000.0]))
-    told.take(record(5, steps_dt_s=[1.0]))
-    assert told.heads[0].pace.p99_s() == 1.0
-    assert limit_s(at(told, 9), Watch(stall_floor_s=2)) == 5.0
-    late = Recorded()
-    late.take(record(2, steps_dt_s=[0.1, 0.1]))
-    late.take(record(4, steps_dt_s=[1.0, 9.0]))
-    assert late.heads[0].pace.p99_s() == 9.0
-    late.reducer.mark_old()
-    late.take(record(5, steps_dt_s=[40.0]))
-    assert late.heads[0].pace.p99_s() == 9.0, "the reader started later than these steps"
-    late.take(record(6, steps_dt_s=[40.0]))
-    assert late.heads[0].pace.p99_s() == 9.0
-
-
 def test_the_first_record_after_a_take_over_counts_though_its_steps_began_before():
     late = Recorded()
     late.reducer.mark_old()
