@@ -219,7 +219,7 @@ def _plan(
 
 def _of_config(config: Path, trainer: str) -> Plan:
     """Returns a plan of one phase that trains with a config file. Raises UsageError."""
-    if not catalog.is_file(catalog.project_file(str(config))):
+    if not catalog.project_file(str(config)).is_file():
         raise UsageError(f"there is no config file {config}; give a YAML file with settings")
     module = f"trainers.{trainer or TRAINERS[0]}"
     phase = {"name": "train", "module": module, "config": str(config)}
@@ -268,7 +268,7 @@ def _script(phase: Phase, folder: Path) -> str:
     If there is no such file, returns the name as it is.
     """
     places = [Path(phase.script), catalog.PROJECT / phase.script, folder / phase.script]
-    found = next(filter(catalog.is_file, places), None) if phase.script else None
+    found = next(filter(Path.is_file, places), None) if phase.script else None
     return str(found or phase.script)
 
 

@@ -41,18 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     access.set_safe_umask()
     options = argparse.Namespace()
     try:
-        parser = build_parser()
-        for given in words:
-            if given.startswith("--") and given.endswith("=--"):
-                # argparse would parse this value as an empty list.
-                parser.error(f"{given}: -- is not a value")
-        parser.parse_args(words, options)
+        build_parser().parse_args(words, options)
         return options.command(options)
     except SystemExit as ended:
         return int(ended.code or 0)
     except OutputError as error:
         if error.is_broken_pipe and not getattr(options, "acts", False):
-            output.discard()
+            output.discard()  # the reader has seen enough
             return error.exit_code
         return output.report_error(error, as_json=False)
     except ContractError as error:

@@ -6,10 +6,10 @@ import argparse
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing import Pipe
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from console import actions, rest_of_launch, targets
@@ -23,9 +23,8 @@ from console.sources.run import RunSource
 from console.sources.sanitize import clean
 from trainers.contract.errors import ContractError, RefusedError, UsageError
 
-SPARE_S, SOON_S = 1.0, 2.0
-"""If no answer comes within `SOON_S`, a message names the processes of the supervisor that are
-stopped, if any."""
+SPARE_S = 1.0
+"""Time to send a request, and to find out why no answer came."""
 T = TypeVar("T")
 
 
@@ -119,44 +118,24 @@ def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> 
     """Sends one request and prints the answer. Raises ContractError if no answer comes in time."""
     path = launches.find(options.run, options.root, act=True)
 
-    def seen() -> tuple[str, str]:
-        """Returns two texts: the host of the supervisor, and how to resume its processes.
-
-        A text is "" if it does not apply, or if the document of the supervisor cannot be read.
-        """
-        host, stopped = "", list[int]()
-        with contextlib.suppress(ContractError):  # its text would deny that the request was sent
-            host, stopped = targets.host_and_stopped(path, ACTIONS[action])
-        pids = " ".join(map(str, stopped))
-        text = f"the supervisor (pid {pids}) is stopped, kill -CONT {pids} resumes it"
-        return f" from the supervisor on {host}" if host else "", text if pids else ""
-
-    def sent() -> tuple[str, dict[str, Any] | None, str]:
+    def answer() -> dict[str, Any] | None:
         request = actions.send(path, action, args, actions.who())
-        event = actions.answer(path, request, min(SOON_S, options.timeout))
-        return request, event, "" if event else seen()[1]
+        return actions.answer(path, request, options.timeout)
 
-    limit, until = f"within {options.timeout:g} s", time.monotonic() + options.timeout
-    delivery = f"delivery of {action} unknown; send {action} again"
+    limit = f"within {options.timeout:g} s"
     try:
-        request, event, why = within(options.timeout + SPARE_S, sent)
-        left_s = until - time.monotonic()
-        delivery = f"{action} was sent; see {command('status', path)}"
-        if event is None and left_s > 0:
-            if why:
-                print_error(why)
-            event = within(left_s + SPARE_S, lambda: actions.answer(path, request, left_s))
-        of, why = ("", "") if event else within(SPARE_S, seen)
-    except TimeoutError:
+        event = within(options.timeout + SPARE_S, answer)
+    except (TimeoutError, EOFError):
         raise ContractError(
-            f"the file system of {path} does not answer {limit}: {delivery} when the file system "
-            "answers"
+            f"the file system of {path} does not answer {limit}: delivery of {action} unknown; "
+            f"send {action} again when the file system answers"
         ) from None
-    except EOFError:
-        raise ContractError(f"the process that accesses {path} died: {delivery}") from None
     if event is None:
+        why = ""
+        with contextlib.suppress(TimeoutError, EOFError):
+            why = within(SPARE_S, lambda: _reason(path, action))
         raise ContractError(
-            f"no answer to {action} {limit}{of}; the request remains and may still be executed; "
+            f"no answer to {action} {limit}; the request remains and may still be executed; "
             f"{why or 'see ' + command('status', path)}"
         )
     detail = event.get("detail")
@@ -169,6 +148,17 @@ def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> 
         error.exit_code = error.exit_code if is_done else RefusedError.exit_code
         raise
     return 0 if is_done else RefusedError.exit_code
+
+
+def _reason(path: Path, action: str) -> str:
+    """Returns which supervisor does not answer: that of another host, or a stopped process."""
+    with contextlib.suppress(ContractError):  # its text would deny that the request was sent
+        host, stopped = targets.host_and_stopped(path, ACTIONS[action])
+        if pids := " ".join(map(str, stopped)):
+            return f"the supervisor (pid {pids}) is stopped, kill -CONT {pids} resumes it"
+        if host:
+            return f"the supervisor is on {host}, see {command('status', path)}"
+    return ""
 
 
 def within(limit_s: float, work: Callable[[], T]) -> T:

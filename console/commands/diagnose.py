@@ -22,8 +22,6 @@ from console.supervisor.offline import Diagnosis, diagnosis
 from trainers.contract import jsonl
 from trainers.contract.errors import ContractError
 
-MAX_RANK_LINES = 64
-
 
 def diagnose(options: argparse.Namespace) -> int:
     """Prints the verdict on a run; returns 1 if the run is stalled, or if that is unknown.
@@ -84,7 +82,7 @@ def lines(found: Diagnosis, record: dict[str, Any]) -> Iterator[str]:
         when = status_text.clock(seen["ts"], "%Y-%m-%d %H:%M")
         yield f"  seen before: {seen['run']} at {when}, {seen['cause']} at {seen['place']}"
     if not verdict:
-        for each in record["ranks"][:MAX_RANK_LINES]:
+        for each in record["ranks"]:
             where = "no pulse"
             if each["phase"]:
                 where = f"step {each['step']} {each['phase']} for {each['unchanged_s']:.0f} s"

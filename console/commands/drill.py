@@ -110,7 +110,7 @@ class Score:
 
 def drill(options: argparse.Namespace) -> int:
     """Lists the faults; or launches a run with one fault, stops the run and prints the score."""
-    if options.list or options.fault is None:
+    if options.fault is None:
         rows = [{"name": name, "about": kind.about, "truth": asdict(kind.truth)}
                 for name, kind in KINDS.items()]  # fmt: skip
         show(options.json, rows, (f"{name:<9} {kind.about}" for name, kind in KINDS.items()))
@@ -122,16 +122,16 @@ def drill(options: argparse.Namespace) -> int:
     )  # fmt: skip
     prepared = actions.prepare(launch_options)
     _on_signals(_ignore)
-    path, score = actions.begin(prepared, f"{BY} {actions.who()}"), None
+    path = actions.begin(prepared, f"{BY} {actions.who()}")
     try:
-        _on_signals(_interrupt)
-        score = _practise(path, fault, options)
-    except KeyboardInterrupt:
-        pass
+        with contextlib.suppress(KeyboardInterrupt):
+            _on_signals(_interrupt)
+            _practise(path, fault, options)
+        _on_signals(_ignore)
+        score = read_score(path, fault)
     finally:
         _on_signals(_ignore)
         _end(path)
-    score = score or read_score(path, fault)
     record = asdict(score) | {
         "drill": str(fault), "id": launches.launch_id(path), "path": str(path),
         "reaction": score.reaction and score.reaction[0], "passed": score.passed,
@@ -172,23 +172,22 @@ def _chosen(options: argparse.Namespace) -> Drill:
     return Drill(options.fault, FAULT_STEP, rank, kind.amount)
 
 
-def _practise(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
+def _practise(path: Path, fault: Drill, options: argparse.Namespace) -> None:
     """Follows the drill as text, or on a screen in a child process whose exit code is ignored."""
     if not options.json:
         print_line(f"drill {fault} is launched in {path}")
     if options.plain or options.json:
-        return _follow(path, fault, options)
+        _follow(path, fault, options)
+        return
     words = [*shlex.split(program()), "--root", str(options.root), "watch", str(path)]
     with subprocess.Popen(words) as screen:
         try:
             screen.wait()
         except KeyboardInterrupt:
             screen.terminate()  # the screen then restores the terminal
-            raise
-    return read_score(path, fault)
 
 
-def _follow(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
+def _follow(path: Path, fault: Drill, options: argparse.Namespace) -> None:
     """Prints changes (not with --json) until the score is complete, the run ends or time is up."""
     source, changes = RunSource(path), Changes()
     until, reached = time.monotonic() + STARTUP_S, 0
@@ -200,8 +199,8 @@ def _follow(path: Path, fault: Drill, options: argparse.Namespace) -> Score:
         stage = (score.fault_ts is not None) + score.right_verdict
         if stage > reached:
             reached, until = stage, time.monotonic() + options.wait + score.truth.after_s
-        if score.done or not path.is_dir() or time.monotonic() >= until:
-            return score
+        if score.done or time.monotonic() >= until:
+            return
         time.sleep(POLL_S)
 
 
@@ -277,12 +276,12 @@ def _actions(events: list[dict[str, Any]], fault_ts: float) -> Iterator[tuple[st
 
 
 def _end(path: Path) -> None:
-    """Stops the run of a drill; waits at most `ENDED_S` for the end of run and supervisor."""
-    source, until = RunSource(path), time.monotonic() + ENDED_S
-    if path.is_dir() and not status_text.is_over(source.poll()):
+    """Stops the run of a drill; waits at most `ENDED_S` for the end of its supervisor."""
+    until = time.monotonic() + ENDED_S
+    if not status_text.is_over(RunSource(path).poll()):
         with contextlib.suppress(ContractError, OSError):
             actions.answer(path, actions.send(path, "stop", {}, f"{BY} {actions.who()}"), ANSWER_S)
-    while path.is_dir() and not (status_text.is_over(source.poll()) and _is_left(path)):
+    while _has_supervisor(path):
         if time.monotonic() >= until:
             stop = command("stop", path, "--kill", "--yes")
             print_error(f"the run of the drill has not ended within {ENDED_S:g} s; run {stop}")
@@ -290,7 +289,6 @@ def _end(path: Path) -> None:
         time.sleep(POLL_S)
 
 
-def _is_left(path: Path) -> bool:
-    """Returns whether the supervisor of a launch, which normally ends last, has ended."""
-    state = rundir.read_json(path / rundir.PLAN_STATE, below=path) or {}
-    return not rundir.is_alive(jsonl.mapping(state, "supervisor"))
+def _has_supervisor(path: Path) -> bool:
+    state = rundir.read_json(path / rundir.PLAN_STATE) or {}
+    return rundir.is_alive(jsonl.mapping(state, "supervisor"))

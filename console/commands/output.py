@@ -49,8 +49,8 @@ def prepare() -> None:
             os.fstat(fd)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
-    if sys.stderr is None:  # `print` would write to standard output instead
-        sys.stderr = os.fdopen(2, "w", closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -64,8 +64,6 @@ def is_terminal() -> bool:
 def print_line(text: str) -> None:
     """Prints a line and flushes it. Raises OutputError."""
     try:
-        if sys.stdout is None:
-            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
         print(text, flush=True)  # noqa: T201
     except OSError as error:
         raise OutputError(error, text) from error
@@ -111,8 +109,7 @@ def print_error(sentence: str) -> None:
 
 def discard() -> None:
     """Discards buffered output, so that Python can exit without an error."""
-    if sys.stdout is not None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def show_progress(share: float | None, text: str = "") -> None:

@@ -7,7 +7,7 @@ writes files.
 from __future__ import annotations
 
 import argparse
-import contextlib
+import itertools
 import sys
 import time
 from collections import Counter
@@ -24,8 +24,8 @@ from console.commands.output import (
     show_progress,
 )
 from console.commands.table import regex
-from console.model import EXIT_CODES, LIVE_STATES, RESULTS, UNHEALTHY_STATES, RunState
-from console.plans.gate_check import poll_confirmed, so_far, unconfirmed
+from console.model import LIVE_STATES, RESULTS, UNHEALTHY_STATES, RunState
+from console.plans.gate_check import poll_confirmed, so_far
 from console.sources import launches, liveness
 from console.sources.process import command, program
 from console.sources.run import RunSource
@@ -33,7 +33,7 @@ from console.sources.sanitize import clean
 from trainers.contract import rundir
 from trainers.contract.errors import NotFoundError, RefusedError, UsageError
 
-LOGS_POLL_S = 0.5
+LOGS_POLL_S, FOLLOW_POLL_S = 0.5, 1.0
 FULL_BYTES = 8 << 20
 
 
@@ -84,9 +84,7 @@ def resume_lines(state: RunState) -> list[str]:
     return [f"to resume, run: {command('resume', state.launch.path)}"]
 
 
-def follow(
-    run: RunSource, as_json: bool, interval_s: float = 1.0, until_waiting: bool = False
-) -> int:
+def follow(run: RunSource, as_json: bool, until_waiting: bool = False) -> int:
     """Prints each change until a run or launch ends; returns the exit code of the last state.
 
     With `as_json` only the last state is printed. With `until_waiting` the function also returns
@@ -101,7 +99,7 @@ def follow(
         waits = state.launch is not None and state.launch.state == "waiting"
         if status_text.is_over(state, run.is_launch) or (until_waiting and waits):
             break
-        time.sleep(interval_s)
+        time.sleep(FOLLOW_POLL_S)
     show(as_json, status_text.as_json(state, run.is_launch), resume_lines(state))
     return status_text.exit_code(state, run.is_launch)
 
@@ -137,10 +135,6 @@ def _check_plan(options: argparse.Namespace) -> int:
     lines = prepared.lines()[: len(prepared.checks) + len(prepared.training)]
     go = f"go if this machine had {chosen.assume_gpus}" if chosen.assume_gpus else "go"
     end = f"{go if prepared.ok else 'no go'}: preflight of the plan {prepared.plan.name}"
-    with contextlib.suppress(NotFoundError, UsageError):
-        path = launches.find(options.run, options.root)
-        if launches.launch_id(path) == options.run:
-            end += f"; to check the launch of this name, run: {command('check', path)}"
     show(options.json, prepared.as_dict(), [*lines, end])
     return 0 if prepared.ok else 1
 
@@ -169,40 +163,33 @@ def _check_run(options: argparse.Namespace) -> int:
     if is_live:
         state = replace(state, gates=so_far(run, state))
     code = status_text.exit_code(state, run.is_launch) or int(is_live)
-    end = status_text.no_go(state) or (
-        _go(state, run.is_launch) if code == 0 else _no_go(state, run.is_launch)
-    )
-    if is_live and code <= 1 and state.state not in UNHEALTHY_STATES:
+    if is_live and code <= 1:
         end = _so_far(state)
+    else:
+        end = _no_go(state, run.is_launch) if code else _go(state, run.is_launch)
     gates, basis = status_text.as_json(state)["gates"], _basis(run, state)
     record = {"id": state.id, "state": state.state, "gates": gates, "basis": basis,
               "so_far": is_live, "exit_code": code}  # fmt: skip
-    show(
-        options.json,
-        record,
-        [*map(status_text.gate_line, state.gates), *filter(None, [basis]), end],
-    )
+    gate_lines = map(status_text.gate_line, state.gates)
+    show(options.json, record, [*gate_lines, *filter(None, [basis]), end])
     return code
 
 
 def _so_far(state: RunState) -> str:
-    """Returns how many gates of a live run have passed, failed and are unknown so far."""
-    if not state.gates:
-        return f"no go yet; {state.id} is {state.state}; it has no gates"
+    """Returns the state of a live run, and how many gates have passed, failed and are unknown."""
     counts = Counter(gate.result for gate in state.gates)
     words = [f"{counts[result]} {status_text.RESULT_WORDS[result]}" for result in reversed(RESULTS)]
-    return f"no go yet; {state.id} is {state.state}; gates so far: {', '.join(words)}"
+    gates = f"gates so far: {', '.join(words)}" if state.gates else "it has no gates"
+    why = f": {state.why}" if state.state in UNHEALTHY_STATES else ""
+    return f"no go yet; {state.id} is {state.state}{why}; {gates}"
 
 
 def _basis(run: RunSource, state: RunState) -> str:
-    """Returns the files and records that the gates are based on, or "" for a run without gates.
-
-    If a run ended early and no gate blocks, the result also says what the records do not confirm.
-    """
+    """Returns the files and records that the gates are based on, or "" for a run without gates."""
     if not state.gates:
         return ""
     is_live = state.state in LIVE_STATES
-    if any(gate.blocks for gate in state.gates) and not is_live:
+    if not is_live and (state.state != "completed" or any(gate.blocks for gate in state.gates)):
         return f"based only on {rundir.GATES}"
     has_snapshot, ts, count = run.counted
     records = f"the {status_text.counted(count, 'record')} that were read"
@@ -213,9 +200,7 @@ def _basis(run: RunSource, state: RunState) -> str:
         records = f"{of} and {status_text.counted(count, 'record')} after it; {full}"
     elif run.has_all_records and not state.behind_bytes:
         records = f"all {status_text.counted(count, 'record')}"
-    doubts = "; ".join(unconfirmed(run, state)) if EXIT_CODES.get(state.state) else ""
-    of = "" if is_live else f"{rundir.GATES} and "
-    return f"based on {of}{records}{f'; not confirmed: {doubts}' if doubts else ''}"
+    return f"based on {'' if is_live else f'{rundir.GATES} and '}{records}"
 
 
 def _read_all(options: argparse.Namespace) -> RunSource:
@@ -235,6 +220,8 @@ def _read_all(options: argparse.Namespace) -> RunSource:
 
 def _no_go(state: RunState, whole: bool) -> str:
     """Returns "no go" with the state, the gates that did not pass, and any contradiction."""
+    if text := status_text.no_go(state):
+        return text
     word, why = status_text.outcome(state) if whole else (state.state, state.why)
     name = state.launch.id if whole and state.launch and word != state.state else state.id
     missed = status_text.not_passed(state.gates) if word == state.state == "completed" else ""
@@ -339,12 +326,11 @@ def flags(options: argparse.Namespace) -> int:
         for flag in FLAGS.values()
     ]  # fmt: skip
     lines = []
-    for group in dict.fromkeys(flag.group for flag in FLAGS.values()):
+    for group, found in itertools.groupby(FLAGS.values(), key=lambda flag: flag.group):
         lines.append(group)
-        for flag in FLAGS.values():
-            if flag.group == group:
-                default = f"default {flag.default or 'empty'}" if flag.setting else "default: unset"
-                lines.append(f"  {flag.name:<26} {flag.key.help} ({expected(flag)}; {default})")
+        for flag in found:
+            default = f"default {flag.default or 'empty'}" if flag.setting else "default: unset"
+            lines.append(f"  {flag.name:<26} {flag.key.help} ({expected(flag)}; {default})")
     show(options.json, records, lines)
     return 0
 
@@ -353,16 +339,13 @@ def plans(options: argparse.Namespace) -> int:
     """Prints the registry of plans."""
     from console.plans import catalog
 
-    (found, wrong), lines = catalog.plans(), []
+    found, wrong = catalog.plans()
+    lines = []
     for plan in found:
-        runs = Counter(phase.sweep or phase.name for phase in plan.phases)
-        variants = Counter(sweep for sweep, _ in {(p.sweep, p.variant) for p in plan.phases})
-        phases = [
-            f"{name} × {count // variants[name]} rounds × {variants[name]} variants"
-            if name in variants else name
-            for name, count in runs.items()
-        ]  # fmt: skip
-        lines.append(f"{plan.name}: {plan.about} Phases: {', '.join(phases)}")
+        names = dict.fromkeys(
+            f"{phase.sweep} (sweep)" if phase.sweep else phase.name for phase in plan.phases
+        )
+        lines.append(f"{plan.name}: {plan.about} Phases: {', '.join(names)}")
     show(options.json, [plan.as_dict() for plan in found], lines)
     for sentence in wrong:
         print_error(sentence)

@@ -105,11 +105,6 @@ TIMEOUT = option(
     "--timeout", type=seconds, default=ANSWER_S, metavar="SECONDS",
     help="longest wait for the answer, in seconds (default: %(default)s)",
 )  # fmt: skip
-INTERVAL = option(
-    "--interval", type=seconds, default=1.0, metavar="SECONDS",
-    help="time between two polls, in seconds (default: %(default)s)",
-)  # fmt: skip
-
 WAIT = option("--wait", action="store_true", help="wait until the launch has ended")
 DRY_RUN = option(
     "--dry-run", action="store_true", help="print checks, commands and environment; start nothing"
@@ -172,7 +167,6 @@ QUERIES: tuple[Command, ...] = (
         option("--plain", action="store_true", help="print one sentence per change, no screen"),
         option("--until-waiting", action="store_true",
                help="like --plain; also return when the plan waits for `do RUN proceed`"),
-        INTERVAL,
     ), "Without --plain, --json and --until-waiting, the screen opens. --json prints\n"
        "the status once, at the end.\n",
        "screen.watch"),
@@ -201,7 +195,8 @@ QUERIES: tuple[Command, ...] = (
         _run(),
         option("--halt", action="store_true",
                help="let rules halt the run (see below): write .HALT and .anomaly_type"),
-        INTERVAL,
+        option("--interval", type=seconds, default=1.0, metavar="SECONDS",
+               help="time between two polls, in seconds (default: %(default)s)"),
     ), _rules, "watchdog.watchdog"),
     Command("check", "Print go or no go for a plan, or for the records of a run.",
             ("check cpu_smoke", "check m7c_2xa100 --assume-gpus 2xA100", "check latest"),
@@ -291,7 +286,6 @@ DRILL = Command(
     ("drill", "drill stop", "drill sleep --rank 0 --plain --wait 60"), (
         option("fault", nargs="?", type=word, metavar="FAULT",
                help="name of a fault (default: list all faults)"),
-        option("--list", action="store_true", help="list the faults and start nothing"),
         option("--rank", type=at_least(0, "a rank; ranks count from 0"), metavar="R",
                help="rank that has the fault (default: the last rank)"),
         option("--nproc", type=at_least(1, "a number of at least 1"), default=2, metavar="N",

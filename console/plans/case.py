@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -77,13 +78,13 @@ class Case:
 
 def assume(text: str) -> Survey:
     """Returns idle, healthy GPUs for a text like "2xA100". Raises UsageError for any other text."""
-    number, _, name = text.partition("x")
-    is_number = number.isdecimal() and len(number) <= 2 and int(number) > 0
-    if not is_number or name not in CARDS_MIB:
+    found = re.fullmatch(r"([1-9]\d?)x(.+)", text, re.ASCII)
+    if found is None or found[2] not in CARDS_MIB:
         known = ", ".join(CARDS_MIB)
         raise UsageError(f"--assume-gpus {text[:40]!r} is not NxNAME (like 2xA100); names: {known}")
+    count, name = int(found[1]), found[2]
     gpus = (
         Gpu(i, name, "ok", util_pct=0.0, mem_used_mib=0.0, mem_total_mib=CARDS_MIB[name])
-        for i in range(int(number))
+        for i in range(count)
     )
     return Survey(tuple(map(Card, gpus)))

@@ -31,23 +31,15 @@ def files() -> dict[str, Path]:
     return dict(sorted(found.items()))
 
 
-def is_file(path: Path) -> bool:
-    """Returns whether a file exists; False after an error, for example if the name is too long."""
-    try:
-        return path.is_file()
-    except OSError:
-        return False
-
-
 def is_plan(name: str) -> bool:
     """Returns whether a word names a plan or an existing YAML file."""
-    return name in files() or (name.endswith(ENDINGS) and is_file(Path(name)))
+    return name in files() or (name.endswith(ENDINGS) and Path(name).is_file())
 
 
 def find(name: str) -> Path:
     """Returns the file of a plan. Raises UsageError if there is no such plan or file."""
     path, known = Path(name), files()
-    if is_file(path):
+    if path.is_file():
         return path
     if path.suffix in ENDINGS:
         raise UsageError(f"there is no plan file {name}; pass a YAML file or a plan's name")
@@ -61,15 +53,8 @@ def load(name: str) -> Plan:
     path = find(name)
     plan = plans_module.load(path)
     rules.check(plan.watch, f"{path}: watch")
-    alone = False
     for phase in plan.phases:
         gates.check(phase.gates, f"{path}: phase {phase.name!r}")
-        if phase.gates.get("scaling_above") is not None and not alone:
-            raise UsageError(
-                f"{path}: phase {phase.name!r}: the gate scaling_above needs an earlier phase with "
-                "nproc: 1 and the gate toks_per_s_50_above; add both, or remove the gate"
-            )
-        alone |= phase.nproc == 1 and phase.gates.get("toks_per_s_50_above") is not None
     restarting = [name for name, rule in plan.watch.rules.items() if rule.action == "restart"]
     if restarting and plan.restart.when == "never":
         raise UsageError(

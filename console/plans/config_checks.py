@@ -10,8 +10,9 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from console import access
-from console.plans import catalog, gates, gpu_checks, launch_facts, sweep
+from console.plans import gates, gpu_checks, launch_facts, sweep
 from console.plans.case import Case, Found
+from console.sources.rank_totals import LAST_STEPS
 from console.status_text import size
 from trainers import settings
 from trainers.contract import data_access, drill_kinds
@@ -34,7 +35,7 @@ def program(case: Case) -> Found:
     """Checks that the script or the module of each phase can be found."""
     for phase in case.plan.phases:
         found = f"phase {phase.name!r}: there is no"
-        if phase.script and not catalog.is_file(Path(phase.script)):
+        if phase.script and not Path(phase.script).is_file():
             return "fail", f"{found} script {phase.script}; correct 'script' in the plan"
         if not phase.script and not _is_there(phase.module):
             return "fail", f"{found} module {phase.module}; install it, or correct 'module'"
@@ -67,8 +68,8 @@ def config(case: Case, index: int) -> Found:
     if phase.sweep and steps < least:
         text = f"train.steps is {steps}, and a run of a sweep needs at least {least} steps"
         return "fail", f"{text} to be compared; correct train.steps"
-    if steps < gates.LAST_STEPS and (names := gates.of_last_steps(phase.gates)):
-        text = f"train.steps is {steps}, and {', '.join(names)} needs {gates.LAST_STEPS} steps"
+    if steps < LAST_STEPS and (names := gates.of_last_steps(phase.gates)):
+        text = f"train.steps is {steps}, and {', '.join(names)} needs {LAST_STEPS} steps"
         by_hand = resolved["train.steps"]["origin"] == settings.COMMAND_LINE
         return "unknown" if by_hand else "fail", f"{text}; correct train.steps, or remove the gate"
     drills = drill_kinds.parse(case.value(index, "train.drill"), "train.drill")
@@ -112,10 +113,7 @@ def _figures(case: Case, index: int) -> launch_facts.Figures:
 def disk(case: Case) -> Found:
     """Checks the free space for all checkpoints that the plan keeps, and for records."""
     folder = nearest_folder(case.directory)
-    try:
-        free = shutil.disk_usage(folder).free
-    except OSError as error:
-        return "unknown", f"{folder}: {error.strerror}"
+    free = shutil.disk_usage(folder).free
     checkpoints = sum(_kept_bytes(case, i) for i, held in enumerate(case.settings) if held)
     needed = checkpoints + RECORDS_BYTES
     if free < needed:

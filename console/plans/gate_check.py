@@ -103,7 +103,7 @@ def _doubts(source: RunSource, state: RunState) -> Iterator[str]:
     if launch is not None and state.launch is not None:
         yield from _contradictions(launch, state.launch, run.name, bounds)
     if bounds or state.gates:
-        yield from unconfirmed(source, state)
+        yield from _unconfirmed(source, state, run_json, document)
 
 
 def _documents(run: Path) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
@@ -114,19 +114,18 @@ def _documents(run: Path) -> tuple[dict[str, Any] | None, dict[str, Any] | None]
     return run_json, document
 
 
-def unconfirmed(source: RunSource, state: RunState) -> Iterator[str]:
-    """Yields a text for each gate of an ended run that gates.json or the records do not confirm.
+def _unconfirmed(
+    source: RunSource, state: RunState, run_json: Mapping[str, Any], document: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yields a text for each gate of a completed run that gates.json or the records do not confirm.
 
     If the gates cannot be evaluated, yields only the reason.
     """
-    if (run := source.run_path) is None:
-        return
-    run_json, document = (found or {} for found in _documents(run))
     summary = _complete(source, state, run_json, document)
     if isinstance(summary, str):
         yield summary
         return
-    summary.former = summary.former or continued(run, summary.resumed_at_end)
+    summary.former = summary.former or continued(run_json, summary.resumed_at_end)
     written = {gate.name: gate for gate in state.gates}
     found = gates.evaluate(summary, jsonl.mapping(run_json, "gates"))
     own = {gate.name: gate for gate in found}
@@ -155,7 +154,7 @@ def _complete(
         gates.check(bounds, rundir.RUN)
     except UsageError as error:
         return str(error)
-    summary.limit(world)
+    summary.world = world
     summary.loss_unit = loss_unit(run_json.get("settings"))
     summary.take_document(document)
     reads = not all(gates.RULES[name].source.endswith(".jsonl") for name in bounds)
@@ -164,17 +163,16 @@ def _complete(
     return summary
 
 
-def continued(run: Path, step: int) -> Summary | None:
-    """Returns the totals of the run that `run` continues, or None if no earlier run fits.
+def continued(own: Mapping[str, Any], step: int) -> Summary | None:
+    """Returns the totals of the run that a run continues, or None if no earlier run fits.
 
-    `step` is `Summary.resumed_at_end` of `run`. The records or the last pulses of the earlier run
-    must show that its ranks reached `step`. The pulses suffice, because the loaded checkpoint
-    confirms them. Both runs must have the same phase, number of ranks, gates and settings, except
-    `RESUME`.
+    `own` is the run.json of the run, and `step` its `Summary.resumed_at_end`. The records or the
+    last pulses of the earlier run must show that its ranks reached `step`. The pulses suffice,
+    because the loaded checkpoint confirms them. Both runs must have the same phase, number of
+    ranks, gates and settings, except `RESUME`.
     """
-    own = (rundir.read_json(run / rundir.RUN, below=run) or {}) if step else {}
     path = Path(str(jsonl.mapping(jsonl.mapping(own, "settings"), RESUME).get("value") or ""))
-    if not path.is_absolute():
+    if not (step and path.is_absolute()):
         return None
     before = rundir.read_json(path / rundir.RUN, below=path) or {}
     if _training(before) != _training(own):

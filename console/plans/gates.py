@@ -16,7 +16,7 @@ from typing import Any, Literal
 from console.model import LOSS_UNIT, RESULTS, Gate, Result
 from console.plans import measures
 from console.plans.measures import Measured
-from console.sources.rank_totals import LAST_STEPS, LIVE_STEPS
+from console.sources.rank_totals import LIVE_STEPS
 from console.sources.summary import Summary
 from trainers.contract.errors import UsageError, did_you_mean
 
@@ -30,7 +30,6 @@ BOUNDS: Mapping[Bound, tuple[str, Callable[[float, float], bool]]] = {
 LEAST_FALL_NATS = 0.1
 LARGEST_BOUND = 1e300
 DEMAND_KEYS, MAX_REASON = ("bound", "at", "override"), 200
-NO_STEPS = f"the durations of the last {LAST_STEPS} steps are not complete"
 RANK0, RANKS = "heartbeat_rank0.jsonl", "heartbeat_rank*.jsonl"
 EVENTS, SAMPLES, SINGLE = "events.jsonl", "samples_*.jsonl", "gates.json of that phase"
 
@@ -41,9 +40,9 @@ class GateRule:
 
     With the bound "yes", the plan says `true`, and the measured count must be 0. With "fall", the
     plan says `true` (0.1) or the least fall in the unit of the loss. If `source` is RANK0, the gate
-    needs only the records of rank 0. `missing` is shown if there is no value and no other reason. A
-    `certain` gate that fails stays failed, even if records are missing. With `tails`, the pulse of
-    a killed rank replaces the last records that the rank could not write.
+    needs only the records of rank 0. A `certain` gate that fails stays failed, even if records are
+    missing. With `tails`, the pulse of a killed rank replaces the last records that the rank could
+    not write.
     """
 
     name: str
@@ -52,7 +51,6 @@ class GateRule:
     measure: Callable[..., Measured]
     span: Span
     source: str
-    missing: str = ""
     certain: bool = False
     tails: bool = False
     figure: str = ""
@@ -77,12 +75,11 @@ class GateRule:
 
 
 TABLE: tuple[GateRule, ...] = (
-    GateRule("steps_done", "steps", "at least", measures.steps_reached, "surviving steps", RANKS,
-             "no progress record"),
+    GateRule("steps_done", "steps", "at least", measures.steps_reached, "surviving steps", RANKS),
     GateRule("loss_finite", "non-finite steps", "yes", measures.loss_finite, "all attempts", RANKS,
-             "no loss was recorded", certain=True, tails=True),
+             certain=True, tails=True),
     GateRule("grad_norm_above", "", "above", measures.grad_norm, "all attempts", RANK0,
-             "no grad_norm was recorded", certain=True),
+             certain=True),
     GateRule("no_stall", "stalls", "yes", measures.stalls, "all attempts", EVENTS, certain=True,
              tails=True),
     GateRule("stalls_at_most", "stalls", "at most", measures.stalls, "all attempts", EVENTS,
@@ -90,25 +87,22 @@ TABLE: tuple[GateRule, ...] = (
     GateRule("restarts_at_most", "restarts", "at most", measures.restarts, "all attempts", EVENTS,
              certain=True, tails=True),
     GateRule("loss_falls", LOSS_UNIT, "fall", measures.loss_fall, "surviving steps", RANK0),
-    GateRule("bytes_right", "share", "at least", measures.bytes_right, "surviving steps", RANK0,
-             "no bytes_right was recorded; only data.source recall records it"),
+    GateRule("bytes_right", "share", "at least", measures.bytes_right, "surviving steps", RANK0),
     GateRule("gpu_mem_below_mib", "MiB", "at most", measures.figure, "surviving steps", RANKS,
-             "no gpu_mem_reserved was recorded", certain=True, figure="memory_mib"),
+             certain=True, figure="memory_mib"),
     GateRule("gpu_mem_growth_below_mib", "MiB", "at most", measures.figure, "surviving steps",
-             RANKS, "no gpu_mem_reserved of the first half, or too many different values",
-             figure="memory_growth_mib"),
+             RANKS, figure="memory_growth_mib"),
     GateRule("toks_per_s_50_above", "tok/s", "above", measures.figure, "surviving steps", RANK0,
-             NO_STEPS, figure="toks_per_s"),
+             figure="toks_per_s"),
     GateRule("step_ratio_below", "", "at most", measures.figure, "surviving steps", RANK0,
-             NO_STEPS, figure="step_ratio"),
-    GateRule("entropy_above", "nats", "above", measures.figure, "all attempts", RANK0,
-             "no gate_entropy_mean was recorded", certain=True, figure="entropy_min"),
+             figure="step_ratio"),
+    GateRule("entropy_above", "nats", "above", measures.figure, "all attempts", RANK0, certain=True,
+             figure="entropy_min"),
     GateRule("collapse_below", "share", "at most", measures.figure, "all attempts", RANK0,
-             "no gate_collapse_frac was recorded", certain=True, figure="collapse_max"),
-    GateRule("fetch_below_s", "s", "at most", measures.figure, "all attempts", RANKS,
-             "no dt_fetch_s was recorded", certain=True, figure="fetch_max_s"),
-    GateRule("heartbeats_complete", "records", "yes", measures.heartbeats, "all attempts", RANKS,
-             "no progress record"),
+             certain=True, figure="collapse_max"),
+    GateRule("fetch_below_s", "s", "at most", measures.figure, "all attempts", RANKS, certain=True,
+             figure="fetch_max_s"),
+    GateRule("heartbeats_complete", "records", "yes", measures.heartbeats, "all attempts", RANKS),
     GateRule("checkpoints_at_least", "checkpoints", "at least", measures.checkpoints,
              "surviving steps", RANK0),
     GateRule("checkpoints_loaded_at_least", "loads", "at least", measures.loads, "all attempts",
@@ -119,11 +113,10 @@ TABLE: tuple[GateRule, ...] = (
     GateRule("no_log_errors", "lines", "yes", measures.log_errors, "all attempts", "logs/",
              certain=True),
     GateRule("comm_hook_active", "starts", "yes", measures.without_hook, "all attempts", RANKS,
-             "no rank recorded its communication hook", certain=True),
-    GateRule("gpu_util_above_pct", "%", "above", measures.gpu_use, "all attempts", SAMPLES,
-             "no sample of a GPU while all ranks stepped"),
-    GateRule("gpu_balance_below_pct", "%", "at most", measures.gpu_balance, "all attempts", SAMPLES,
-             "no sample of a GPU while all ranks stepped"),
+             certain=True),
+    GateRule("gpu_util_above_pct", "%", "above", measures.gpu_use, "all attempts", SAMPLES),
+    GateRule("gpu_balance_below_pct", "%", "at most", measures.gpu_balance, "all attempts",
+             SAMPLES),
 )  # fmt: skip
 
 RULES: dict[str, GateRule] = {rule.name: rule for rule in TABLE}
@@ -220,7 +213,7 @@ def reached(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
     """Evaluates each gate at those of its `at` steps that all ranks of a live run have reached."""
     summary.is_live = True
     ranks = summary.different(range(summary.world))
-    marks = [{row[1] for row in summary.of_rank(rank).live.rows} for rank in ranks]
+    marks = [{row.at for row in summary.of_rank(rank).live} for rank in ranks]
     return tuple(
         _gate(rule, wanted, summary, at) for rule, wanted, at in _each(bounds)
         if at and all(at in mark for mark in marks)
@@ -263,7 +256,7 @@ def _gate(rule: GateRule, wanted: Demand, summary: Summary, at: int = 0) -> Gate
     result: Result = "unknown"
     why = rule.gap(totals) or found.doubt
     if found.value is None:
-        why = why or found.why or rule.missing
+        why = why or found.why or f"no value for this gate in {rule.source}"
     elif holds(found.value, limit):
         result = "unknown" if why else "pass"
     elif rule.certain or not why:

@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from console.sources.accumulators import FIRST_LOSSES
-from console.sources.rank_totals import FIGURES, LAST_STEPS, RankTotals
+from console.sources.rank_totals import FIGURES, FIRST_LOSSES, LAST_STEPS, RankTotals
 from console.sources.summary import Summary
 from console.status_text import counted, number
 
@@ -100,18 +99,20 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def loss_fall(s: Summary) -> Measured:
-    window, last = s.of_rank(0).window, s.of_rank(0).window.last_losses
-    few = window.losses < 2 * FIRST_LOSSES or len(window.first) < FIRST_LOSSES
-    if few or len(last) < FIRST_LOSSES:
-        needs = f"{2 * FIRST_LOSSES} progress records are needed, {window.losses} exist"
-        return Measured(None, why=needs)
-    before, after = _mean([loss for _, loss in window.first]), _mean(last)
+    first = s.of_rank(0).first_losses
+    newest = [
+        (each.step, each.loss) for each in s.of_rank(0).newest_figures if each.loss is not None
+    ]
+    last = newest[-FIRST_LOSSES:]
+    if min(len(first), len(last)) < FIRST_LOSSES or last[0][0] <= first[-1][0]:
+        return Measured(None, why=f"{2 * FIRST_LOSSES} progress records are needed")
+    before, after = (_mean([loss for _, loss in each]) for each in (first, last))
     text = f"mean of the first {FIRST_LOSSES} records minus mean of the last {FIRST_LOSSES}"
     return Measured(before - after, text, f"{before:.3f} to {after:.3f}")
 
 
 def bytes_right(s: Summary) -> Measured:
-    found = [each for each in s.of_rank(0).window.newest.rows if each.bytes_right is not None]
+    found = [each for each in s.of_rank(0).newest_figures if each.bytes_right is not None]
     if not found:
         return Measured(None)
     return Measured(found[-1].bytes_right, f"record of step {found[-1].step}")
@@ -248,7 +249,7 @@ def _use_of_gpus(s: Summary) -> tuple[dict[int, float], float, Measured]:
     that GPU. A step without a sample counts as idle; its time is that of the longest of the newest
     steps.
     """
-    longest_s = max((row[1] or 0.0 for row in s.of_rank(0).steps.rows), default=0.0)
+    longest_s = max((row.took_s for row in s.of_rank(0).steps), default=0.0)
     missing = 0
     for attempt, rank, part, end in s.all_parts():
         if rank == 0 and part.start is not None:

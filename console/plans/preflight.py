@@ -48,7 +48,7 @@ LIMIT_S: Mapping[str, float] = {DRIVER: gpu_survey.LIMIT_S + 2, DATA: 8.0}
 USUAL_S, SAID_S = 20.0, 2.0
 """After `SAID_S`, the preflight reports what it is still waiting for."""
 TABLE: tuple[Row, ...] = (
-    Row("python", host_checks.python), Row("torch", gpu_checks.torch),
+    Row("torch", gpu_checks.torch),
     Row("device", gpu_checks.device, PLAN), Row("program", config_checks.program, PLAN),
     Row("gpus", gpu_checks.gpus, DRIVER),
     Row("driver", gpu_checks.driver, DRIVER), Row("gpu memory", config_checks.gpu_memory, DRIVER),
@@ -58,8 +58,7 @@ TABLE: tuple[Row, ...] = (
     Row("clock", host_checks.clock, DISK), Row("disk", config_checks.disk, DISK),
     Row("directory", config_checks.directory, DISK), Row("data", config_checks.data, DATA),
     Row("code", host_checks.code), Row("shell", host_checks.shell),
-    Row("environment", host_checks.environment), Row("logout", host_checks.logout),
-    Row("hook", host_checks.hook),
+    Row("logout", host_checks.logout), Row("hook", host_checks.hook),
 )  # fmt: skip
 ROWS: Mapping[str, Row] = {row.name: row for row in TABLE}
 

@@ -108,7 +108,8 @@ def _phases(path: Path, source: RunSource) -> Iterator[Phase]:
     """Yields the phases of a launch, or the single run at `path`."""
     launch = source.launch_path
     plan = rundir.read_json(launch / rundir.PLAN, below=launch) or {} if launch else {}
-    entries = jsonl.entries(plan, "phases")
+    entries = enumerate(jsonl.entries(plan, "phases"))
+    planned = {f"{index}-{jsonl.text(entry, 'name')}": entry for index, entry in entries}
     runs = launches.run_directories(path) if source.is_launch else [path]
     for each in runs:
         run = RunSource(each, reads="charts", only=dict(CHARTS))
@@ -117,9 +118,7 @@ def _phases(path: Path, source: RunSource) -> Iterator[Phase]:
         if state.state in LIVE_STATES:
             state = replace(state, gates=so_far(run, state))
         born, env = (rundir.read_json(each / n, below=each) or {} for n in (rundir.RUN, rundir.ENV))
-        index = each.name.partition("-")[0]
-        planned = entries[int(index[:4]) :] if index.isdecimal() else []
-        yield Phase(each.name, each, run, state, born, env, planned[0] if planned else {})
+        yield Phase(each.name, each, run, state, born, env, planned.get(each.name, {}))
 
 
 # --- Markdown ------------------------------------------------------------------------------------

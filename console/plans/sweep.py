@@ -18,10 +18,10 @@ from statistics import fmean, stdev
 from typing import Any
 
 from console import status_text
-from console.plan import LIMITS, MAX_VARIANTS, NAME, highest_p
+from console.plan import LIMITS, NAME, highest_p
 from console.plans import launch_facts
 from console.plans.gate_check import poll_confirmed
-from console.sources import json_documents, launch_documents, launches
+from console.sources import json_documents, launches
 from console.sources.pace import LONGEST_STEP_S
 from console.sources.run import RunSource
 from trainers.contract import flags, jsonl, rundir
@@ -41,6 +41,8 @@ FACTS: Mapping[str, tuple[str, ...]] = {
     "backend": ("attention.", "model.", "data.", "train.precision", "train.device"),
 }  # fmt: skip
 """Keys of env.json that must agree. Settings and flags with these prefixes may change the value."""
+OF_RUN = ("git", "host", "world")
+"""Keys of run.json that must agree, as all settings and flags of libraries must."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +54,8 @@ class Run:
     """The throughput at the step time `fast_s`."""
     mean_toks_per_s: float
     """The mean throughput of the last steps of the run, computed as in the runbooks."""
-    settings: Mapping[str, Any]
-    """The settings, the flags of libraries, the commit, the host and the number of ranks."""
     facts: Mapping[str, Any]
+    """The settings, the flags of libraries, and the values of `OF_RUN` and `FACTS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +133,7 @@ class Comparison:
                 {"name": v.name, "changes": dict(v.changes), "toks_per_s": v.toks_per_s,
                  "mean_toks_per_s": v.spread[0], "stdev_toks_per_s": v.spread[1],
                  "runs": [[r.name, r.toks_per_s, r.mean_toks_per_s] for r in v.runs],
-                 "facts": dict(v.runs[0].facts)}
+                 "facts": {key: v.runs[0].facts[key] for key in FACTS}}
                 for v in self.variants
             ],
             "p_values": [[*pair, p] for pair, p in (self.p_values or {}).items()],
@@ -186,29 +187,24 @@ def _refusal(variants: Sequence[Variant]) -> str:
     first = variants[0].runs[0]
     variables = {key for variant in variants for key in variant.changes}
     for variant in variants:
-        own = variant.runs[0]
         for run in variant.runs:
-            for key in sorted({*first.settings, *run.settings}):
-                a = own if key in variables else first
-                if a.settings.get(key) != run.settings.get(key):
-                    return _differ(key, a, run, a.settings, run.settings)
-            for key, causes in FACTS.items():
-                may = any(variable.startswith(cause) for variable in variables for cause in causes)
-                a = own if may else first
-                if a.facts.get(key) != run.facts.get(key) or key not in run.facts:
-                    return _differ(key, a, run, a.facts, run.facts)
+            for key in sorted({*first.facts, *run.facts, *FACTS}):
+                causes = FACTS.get(key, ())
+                may = key in variables or any(name.startswith(causes) for name in variables)
+                a = variant.runs[0] if may else first
+                if key in FACTS and key not in run.facts:
+                    return f"{run.name} has no {key} in {rundir.ENV}"
+                if a.facts.get(key) != run.facts.get(key):
+                    values = f"{a.facts.get(key)!r} in {a.name} and {run.facts.get(key)!r}"
+                    return f"{key} is {values} in {run.name}"
     return ""
 
 
-def _differ(
-    key: str, a: Run, b: Run, values_a: Mapping[str, Any], values_b: Mapping[str, Any]
-) -> str:
-    if values_a.get(key) == values_b.get(key):
-        return f"{b.name} has no {key} in {rundir.ENV}"
-    return f"{key} is {values_a.get(key)!r} in {a.name} and {values_b.get(key)!r} in {b.name}"
-
-
 # --- reading -------------------------------------------------------------------------------------
+
+
+Planned = tuple[Path, Mapping[str, Any]]
+"""The run directory of a phase, and the entry of the phase in plan.json."""
 
 
 def sweeps(launch: Path) -> list[Comparison]:
@@ -219,34 +215,27 @@ def sweeps(launch: Path) -> list[Comparison]:
     plan = rundir.read_json(launch / rundir.PLAN, below=launch)
     if plan is None:
         raise NotFoundError(f"{launch} has no readable {rundir.PLAN}")
-    found: dict[str, dict[str, list[tuple[int, Mapping[str, Any]]]]] = {}
+    found: dict[str, dict[str, list[Planned]]] = {}
     for index, phase in enumerate(jsonl.entries(plan, "phases")):
-        names = [jsonl.text(phase, key) for key in ("sweep", "variant", "name")]
-        if names[0] and all(NAME.fullmatch(name) for name in names):
-            found.setdefault(names[0], {}).setdefault(names[1], []).append((index, phase))
+        name, sweep, variant = (jsonl.text(phase, key) for key in ("name", "sweep", "variant"))
+        if sweep and NAME.fullmatch(name):
+            of_variant = found.setdefault(sweep, {}).setdefault(variant, [])
+            of_variant.append((launch / f"{index}-{name}", phase))
     if not found:
         name = launches.launch_id(launch)
         raise UsageError(f"the plan of {name} has no sweep: no phase with 'variants'")
-    return [_read(launch, sweep, variants) for sweep, variants in found.items()]
+    return [_read(sweep, variants) for sweep, variants in found.items()]
 
 
-def _read(
-    launch: Path, sweep: str, planned: Mapping[str, list[tuple[int, Mapping[str, Any]]]]
-) -> Comparison:
-    counts = {len(phases) for phases in planned.values()}
-    if len(counts) != 1 or max(counts) > MAX_ROUNDS or not 2 <= len(planned) <= MAX_VARIANTS:
-        return Comparison(sweep, refusal=f"{rundir.PLAN} does not have equal rounds of variants")
-    if 2 ** (1 - max(counts)) > highest_p(len(planned)):
-        return Comparison(
-            sweep, refusal=f"{max(counts)} rounds of {len(planned)} variants are too few"
-        )
+def _read(sweep: str, planned: Mapping[str, Sequence[Planned]]) -> Comparison:
+    rounds = {len(phases) for phases in planned.values()}
+    is_whole = len(rounds) == 1 and max(rounds) <= MAX_ROUNDS and len(planned) > 1
+    if not is_whole or 2 ** (1 - max(rounds)) > highest_p(len(planned)):
+        return Comparison(sweep, refusal=f"the launch has only a part of the rounds in {sweep}")
     variants = []
     for name, phases in planned.items():
         runs = []
-        for index, phase in phases:
-            path = launch / launch_documents.run_directory(
-                {"dir": f"{index}-{jsonl.text(phase, 'name')}"}
-            )
+        for path, _ in phases:
             run = _measure(path)
             if isinstance(run, str):
                 return Comparison(sweep, refusal=f"{path.name}: {run}")
@@ -255,9 +244,7 @@ def _read(
     return compare(sweep, variants)
 
 
-def _changes(
-    phase: Mapping[str, Any], planned: Mapping[str, list[tuple[int, Mapping[str, Any]]]]
-) -> dict[str, str]:
+def _changes(phase: Mapping[str, Any], planned: Mapping[str, Sequence[Planned]]) -> dict[str, str]:
     """Returns the settings and flags of a variant that differ in another variant."""
     others = [_given(phases[0][1]) for phases in planned.values()]
     return {
@@ -296,9 +283,8 @@ def _measure(path: Path) -> Run | str:
         )
     values, given = launch_facts.values(run), json_documents.flag_field(run, "value")
     library = {name: value for name, value in given.items() if name in flags.LIBRARY}
+    of_run = {key: run.get(key) for key in OF_RUN}
     return Run(
         path.name, tokens / fast_s(steps_s), tokens / fmean(steps_s[-LAST_STEPS:]),
-        values | library | {"git": run.get("git"), "host": run.get("host"),
-                            "world": run.get("world")},
-        {key: facts[key] for key in FACTS if key in facts},
+        values | library | of_run | {key: facts[key] for key in FACTS if key in facts},
     )  # fmt: skip

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from console import actions, cli
 from console.plans import launch_facts
-from console.sources import launches
 from console.tui.widgets.chooser import entries
 from trainers.contract import rundir
 
@@ -35,22 +34,6 @@ def test_the_facts_of_a_plan_and_the_time_that_it_took_before(tmp_path, capsys):
     assert dict(actions.prepare(other).training)["time"] == NONE
     assert cli.main(["--root", str(tmp_path), "check", "cpu_smoke"]) == 0
     assert "training time: no estimate: no completed run of sanity with" in capsys.readouterr().out
-
-
-def test_the_earlier_launches_are_read_once_for_all_phases(tmp_path, monkeypatch):
-    """A sweep has up to 70 phases, and each listing reads plan.json of all launches."""
-    launch, listed, list_all = tmp_path / "mine" / "20261120-031500", [], launches.launches
-    phases = [{"plan": "mine", "phase": f"p{i}", "host": "a", "world": 1, "settings": {}}
-              for i in range(3)]  # fmt: skip
-    ran = [{"name": f"p{i}", "state": "completed", "dir": f"{i}-p{i}", "started_ts": 1.0,
-            "ended_ts": 11.0} for i in range(3)]  # fmt: skip
-    for entry, phase in zip(ran, phases, strict=True):
-        rundir.write_json(_made(launch / entry["dir"]) / rundir.RUN, phase)
-    rundir.write_json(launch / rundir.PLAN, {"v": 1, "launch": "before"})
-    rundir.write_json(launch / rundir.PLAN_STATE, {"v": 1, "phases": ran})
-    monkeypatch.setattr(launches, "launches", lambda root: listed.append(root) or list_all(root))
-    assert launch_facts.facts(tmp_path, phases)[1] == ("time", "about 30s, as in the newest runs")
-    assert len(listed) == 1
 
 
 def test_a_foreign_program_has_no_facts():

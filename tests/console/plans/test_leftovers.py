@@ -12,8 +12,6 @@ import pytest
 
 from console import leftovers
 from console.cli import main
-from console.sources import liveness
-from console.supervisor import lock
 from trainers.contract import environ, rundir
 
 TOKEN = "c0ffee"
@@ -90,16 +88,6 @@ def take_lock(it: Launch) -> None:
     """Takes the lock of the launch, as an adopting supervisor does."""
     it.lock = (it.run.parent / rundir.LOCK).open("w")
     fcntl.flock(it.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def test_no_run_is_adopted_while_its_processes_are_ended(launch):
-    take_lock(launch)
-    launch.lock.close()
-    with lock.keep_free(launch.run.parent):
-        assert not liveness.is_locked(launch.run.parent)
-        with pytest.raises(BlockingIOError):
-            take_lock(launch)
-    take_lock(launch)
 
 
 ALIVE = [

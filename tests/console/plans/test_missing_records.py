@@ -10,7 +10,6 @@ from console.plans import gates
 from console.plans.gates import evaluate
 from tests.console.plans.histories import (
     EVERY_BOUND,
-    FIGURES,
     attempt,
     killed_then_resumed,
     result,
@@ -19,15 +18,6 @@ from tests.console.plans.histories import (
     whole,
     with_files,
 )
-
-
-@pytest.mark.parametrize("gaps", [3, 40])
-def test_missing_records_are_counted_exactly_whatever_the_number_of_gaps(gaps):
-    written = attempt(1, range(1, 400))
-    written.records = [each for each in written.records if not (
-        each["n"] % 5 in (1, 2) and 5 < each["n"] < 5 * (gaps + 1))]  # fmt: skip
-    gate = result(summed(written), heartbeats_complete=True)
-    assert (gate.value, gate.result) == (2 * gaps, "unknown")
 
 
 @pytest.mark.parametrize(
@@ -44,14 +34,6 @@ def test_a_figure_that_some_records_lack_is_unknown(name, key):
     certain = gates.RULES[name].certain
     found = result(with_files(written), **{name: EVERY_BOUND[name]}).result
     assert found == ("fail" if certain else "unknown")
-
-
-def test_the_last_record_of_a_foreign_program_needs_no_figure_and_one_before_does():
-    for place, expected in ((60, "pass"), (20, "unknown")):
-        written = whole()
-        for name in (*FIGURES, "loss"):
-            del written.records[place][name]
-        assert result(summed(written), fetch_below_s=5).result == expected, place
 
 
 def test_a_number_of_ranks_that_no_run_has_does_not_block_a_reader():

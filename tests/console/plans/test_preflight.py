@@ -222,11 +222,6 @@ def test_a_clock_that_was_set_back_is_refused_and_a_jump_is_reported(tmp_path):
     earlier(tmp_path, ahead_s=-7200, since_s=60)
     result, text = row("clock", tmp_path)
     assert (result, "the clock jumped forward by" in text) == ("unknown", True)
-    for wrong in ("nan", "-inf", 1e300, None):
-        record = {"created_ts": wrong, "boot_id": rundir.boot_id(), "up_s": 1.0}
-        rundir.write_json(tmp_path / "artifacts/mine/20261120-031500" / rundir.PLAN, record)
-        result, text = row("clock", tmp_path)
-        assert (result, "has no valid time" in text) == ("unknown", True), wrong
 
 
 LIMITS = [
@@ -299,22 +294,21 @@ def test_code_that_no_commit_holds_is_a_warning_for_a_plan_on_gpus(
     assert (found[0], text in found[1]) == (result, True)
 
 
-def test_a_row_that_hangs_is_said_soon_and_fails_alone(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("needs", "result"), [(preflight.DATA, "fail"), (preflight.PROCESSES, "unknown")]
+)
+def test_a_row_that_hangs_is_said_soon_and_fails_alone(tmp_path, monkeypatch, needs, result):
+    """A read of a process in state D may never return, so such a row only warns."""
     end = threading.Event()
-    hanging = preflight.Row("stuck", lambda case: (end.wait(600), ("pass", ""))[1], preflight.DATA)
+    hanging = preflight.Row("stuck", lambda case: (end.wait(600), ("pass", ""))[1], needs)
     monkeypatch.setattr(preflight, "TABLE", (*preflight.TABLE[:1], hanging))
-    monkeypatch.setattr(preflight, "LIMIT_S", {preflight.DATA: preflight.SAID_S + 0.5})
+    monkeypatch.setattr(preflight, "LIMIT_S", {needs: preflight.SAID_S + 0.5})
     said: list[str] = []
     try:
-        python, stuck = preflight.run(bare(tmp_path), said.append)[:2]
+        torch, stuck = preflight.run(bare(tmp_path), said.append)[:2]
     finally:
         end.set()
-    (sentence,) = said
-    assert sentence.startswith("the preflight is still waiting for ")
-    assert "the data (folder, mirror or hub)" in sentence
-    assert python.result == "pass"
-    assert (stuck.result, stuck.text) == (
-        "fail",
-        "no answer from the data (folder, mirror or hub) within 2.5 s",
-    )
+    assert said == [f"the preflight is still waiting for {needs}"]
+    assert torch.result == "pass"
+    assert (stuck.result, stuck.text) == (result, f"no answer from {needs} within 2.5 s")
     assert preflight.SAID_S <= 3

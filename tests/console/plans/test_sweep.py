@@ -30,8 +30,8 @@ FACTS: dict[str, Any] = {
 
 
 def variant(name: str, figures: list[float], changes: dict[str, str], **more: Any) -> Variant:
-    given = {"ddp.bucket_mb": 25, "optim.lr": 1.0} | changes | more.pop("settings", {})
-    runs = (Run(f"{name}-{i}", x, x, given, FACTS | more) for i, x in enumerate(figures))
+    facts = FACTS | {"ddp.bucket_mb": 25, "optim.lr": 1.0} | changes | more
+    runs = (Run(f"{name}-{i}", x, x, facts) for i, x in enumerate(figures))
     return Variant(name, changes, tuple(runs))
 
 
@@ -103,7 +103,7 @@ def test_a_p_value_is_that_of_the_exchanged_variants(pairs: list[tuple[float, fl
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"settings": {"optim.lr": 2.0}}, "optim.lr is 1.0 in a-0 and 2.0 in b-0"),
+        ({"optim.lr": 2.0}, "optim.lr is 1.0 in a-0 and 2.0 in b-0"),
         ({"backend": {"win": "flash"}}, "backend is {'win': 'banded'} in a-0"),
         ({"versions": {"torch": "3"}}, "versions is"),
     ],
@@ -120,7 +120,7 @@ def test_variants_that_differ_in_more_than_the_variable_are_not_compared(
 
 def test_a_variable_of_the_attention_may_change_its_route() -> None:
     other = variant("b", [1.0] * 8, {"attention.no_flash": "1"}, backend={"win": "math"})
-    first = variant("a", [1.0] * 8, {}, settings={"attention.no_flash": "0"})
+    first = variant("a", [1.0] * 8, {}, **{"attention.no_flash": "0"})
     assert not compare("sdpa", [first, other]).refusal
 
 
@@ -135,5 +135,5 @@ def test_the_variant_that_is_slower_for_certain_is_named_whatever_its_rank() -> 
 
 
 def test_a_missing_fact_is_not_agreement() -> None:
-    bare = Variant("a", {}, tuple(Run(str(i), 1.0, 1.0, {}, {}) for i in range(8)))
-    assert "has no parameters" in compare("x", [bare, bare]).refusal
+    bare = Variant("a", {}, tuple(Run(str(i), 1.0, 1.0, {}) for i in range(8)))
+    assert "has no backend" in compare("x", [bare, bare]).refusal
