@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from rich.text import Text
 from textual.app import App, ComposeResult, ScreenStackError
 from textual.binding import Binding, BindingType
-from textual.events import Key, Paste
+from textual.events import Key
 from textual.widget import Widget
 
 from console.sources.sanitize import clean
@@ -226,7 +226,8 @@ class ConsoleApp(App[int], inherit_bindings=False):
 
     async def action_after(self, key_id: str) -> None:
         """Closes the overlay, then executes a key."""
-        await self._remove_overlay()
+        if self.overlay is not None:
+            await self.remove_overlay(self.overlay)
         await self.action_key(key_id)
 
     def on_key(self, event: Key) -> None:
@@ -244,10 +245,6 @@ class ConsoleApp(App[int], inherit_bindings=False):
             return False
         return focused is not None and focused.check_consume_key("a", "a")
 
-    def on_paste(self, event: Paste) -> None:
-        """Shows a message that pasted text was ignored, because no field has the focus."""
-        self.say(f"input ignored: {counted(len(event.text), 'character')} pasted", "error")
-
     def open_overlay(self, overlay: Overlay) -> None:
         if self.overlay is None:
             self.answer.clear()
@@ -260,13 +257,10 @@ class ConsoleApp(App[int], inherit_bindings=False):
             await parent.mount(child, before=0)
         self.screen.check_idle()
 
-    async def on_overlay_closed(self, message: Overlay.Closed) -> None:
-        if message.overlay is self.overlay:
-            await self._remove_overlay()
-
-    async def _remove_overlay(self) -> None:
-        overlay, self.overlay = self.overlay, None
-        if overlay is not None:
+    async def remove_overlay(self, overlay: Overlay) -> None:
+        """Removes an overlay, if it is still open."""
+        if overlay is self.overlay:
+            self.overlay = None
             await overlay.remove()
             self.screen.set_focus(None)
             self.view.focus_default()

@@ -9,7 +9,6 @@ from typing import Any
 from console.action_table import ACTIONS, Action
 from console.model import LIVE_STATES, OWN_DIRECTORY, LaunchState, RunState
 from console.status_text import checkpoint_text, lost_steps
-from trainers.contract import environ, flags
 
 Fact = tuple[str, str]
 
@@ -59,9 +58,9 @@ def question(state: RunState | None, *actions: Action) -> Question:
         return _end(launch)
     if first.mailboxes and state.state not in LIVE_STATES:
         raise CannotAsk(f"{state.id} has ended ({state.state}); {first.name} needs a live run")
-    away = next((alert for alert in state.alerts if alert.id == OWN_DIRECTORY), None)
-    if first.mailboxes and away is not None:
-        raise CannotAsk(away.text)
+    moved = next((alert for alert in state.alerts if alert.id == OWN_DIRECTORY), None)
+    if first.mailboxes and moved is not None:
+        raise CannotAsk(moved.text)
     facts = FACTS.get(first.name, lambda _: {})(state)
     target = state if first.mailboxes or launch is None else launch
     live = [str(rank.pid) for rank in state.ranks if rank.pid and not rank.exit]
@@ -99,12 +98,8 @@ def _resume(state: RunState, launch: LaunchState) -> Question:
     action, phase = ACTIONS["resume"], state.own_phase or launch.phases[launch.phase]
     rest = ", ".join(each.name for each in launch.phases[phase.index + 1 :]) or "none"
     begins = f"{phase.numbered} from the checkpoint of step {state.saved_step:,}"
-    shell, held = environ.snapshot(), state.environment
-    given = [f"{name}={shell[name]}" for name in (*flags.OWN, flags.DEVICES)
-             if shell.get(name, "") not in ("", held.get(name))]  # fmt: skip
-    told = f"has {', '.join(given)}; the answer names each value that differs"
     facts = (("launch", launch.id), ("begins", begins), ("then", f"next phases: {rest}"),
-             *[("shell", told)] * bool(given), action.cost)  # fmt: skip
+             action.cost)  # fmt: skip
     return Question("Resume this launch, in a new launch?", facts, launch.path, (_choice(action),))
 
 
@@ -113,10 +108,10 @@ def _resume(state: RunState, launch: LaunchState) -> Question:
 
 def _of_halt(state: RunState) -> dict[str, str]:
     """Returns facts about a halt: the step, phases not started, a warning about a stalled rank."""
-    kept, facts = "all work", {}
+    facts = {}
     if not state.decided:  # the program may be any program
-        kept = "only what the program saves itself"
-        facts["keeps"] = f"{kept} (a trainer of this project saves a checkpoint)"
+        facts["keeps"] = "only what the program saves itself"
+        facts["keeps"] += " (a trainer of this project saves a checkpoint)"
     if state.step is not None:
         facts["step"] = f"{state.step:,}"
     elif not state.decided:
@@ -125,8 +120,9 @@ def _of_halt(state: RunState) -> dict[str, str]:
         verdict, stalled = state.verdict, "a rank is stalled"
         if verdict and verdict.rank is not None:
             stalled = f"rank {verdict.rank} is stalled in {verdict.phase}"
-        facts["keeps"] = f"{kept}, but no halt until every rank completes its step; {stalled}"
-        facts["else"] = "K stops a stalled run"
+        facts["stalled"] = (
+            f"no halt until every rank completes its step; {stalled}; K stops the run"
+        )
     if state.launch and state.launch.rest:
         rest = ", ".join(phase.name for phase in state.launch.rest)
         facts["after"] = f"the plan ends; not started: {rest}"
@@ -139,6 +135,7 @@ def _of_checkpoint(state: RunState) -> dict[str, str]:
 
 
 def _last_checkpoint(state: RunState) -> dict[str, str]:
+    """Returns the newest checkpoint."""
     return {"saved": checkpoint_text(state) or "no checkpoint in the run directory"}
 
 

@@ -10,27 +10,33 @@ from console.action_table import ACTIONS
 from console.model import LaunchState, RunState
 from console.status_text import counted
 from console.tui.confirmations import CannotAsk, Choice, Question
+from trainers.contract.errors import ContractError
 
 
 def next_phase_values(launch: LaunchState) -> Mapping[str, str]:
     """Returns the planned values of flags in the next phase, or {} if no phase is left.
 
-    The values come from the flags of the phase, or else from its settings. Raises ContractError.
+    The values come from the flags of the phase, or else from its settings. Returns {} too if the
+    plan of the launch cannot be read.
     """
     if not launch.rest:
         return {}
     from console.sources.json_documents import flag_settings
     from console.supervisor import launch_spec
 
-    given, index = launch_spec.load(Path(launch.path)), launch.rest[0].index
-    flags = given.flags(index, {})
-    held = flag_settings(given.settings(index, flags))
+    index = launch.rest[0].index
+    try:
+        given = launch_spec.load(Path(launch.path))
+        flags = given.flags(index, {})
+        held = flag_settings(given.settings(index, flags))
+    except ContractError:
+        return {}
     return {**held, **{name: flag.value for name, flag in flags.items()}}
 
 
 DEFAULT_PLAN = "cpu_smoke"
-BETWEEN = {"ask": "waits for confirmation before each next phase",
-           "go": "starts the next phase if all gates passed"}  # fmt: skip
+BETWEEN = {"ask": "L starts each next phase", "go": "starts the next phase if all gates passed"}
+"""What a launch does between two phases."""
 
 
 class Draft:
@@ -47,8 +53,8 @@ class Draft:
         self.flags: dict[str, str] = {}
         self.between = "ask"
         self.prepared: Any = None
-        self._unchanged: Any = None
-        """The checked launch without flags of the operator, or None before its first check."""
+        self.planned: Mapping[str, str] = {}
+        """The values of flags in the first phase without the operator's flags."""
         self.trouble = ""
         self.checked: Any = None
 
@@ -65,7 +71,8 @@ class Draft:
     def _select(self, plan_name: str) -> None:
         if plan_name != self.plan_name:
             self.plan_name, self.flags, self.trouble = plan_name, {}, ""
-            self.prepared = self.checked = self._unchanged = None
+            self.prepared = self.checked = None
+            self.planned = {}
 
     def options(self) -> Any:
         """Returns the options of the launch, without the measurements of the preflight."""
@@ -85,8 +92,13 @@ class Draft:
         """Stores the result of a check; after an error, the former `prepared` remains."""
         self.checked, self.trouble = options, trouble
         self.prepared = prepared if prepared is not None else self.prepared
-        if prepared is not None and not options.flags:
-            self._unchanged = prepared
+        if prepared is not None and not (options.flags and self.planned):
+            # imported after the first picture
+            from console.sources.json_documents import flag_settings
+
+            plan, settings = prepared.plan, prepared.phases[0]["settings"]
+            found = {**flag_settings(settings), **plan.env, **plan.phases[0].flags}
+            self.planned = {name: found[name] for name in found.keys() - options.flags.keys()}
 
     @property
     def plan(self) -> Any:
@@ -95,19 +107,6 @@ class Draft:
     @property
     def checks(self) -> tuple[Any, ...]:
         return self.prepared.checks if self.prepared is not None else ()
-
-    def planned_flags(self) -> Mapping[str, str]:
-        """Returns the planned values of flags in the first phase, from the plan or its settings."""
-        known = self._unchanged or self.prepared
-        if known is None:
-            return {}
-        # imported after the first picture
-        from console.sources.json_documents import flag_settings
-
-        plan, first = known.plan, known.phases[0]
-        found = {**flag_settings(first["settings"]), **plan.env, **plan.phases[0].flags}
-        operators = self.flags if self._unchanged is None else {}
-        return {name: value for name, value in found.items() if name not in operators}
 
     def question(self, host: str, shown: RunState | None = None) -> Question:
         """Returns the confirmation of the launch. Raises CannotAsk if no launch is possible now.

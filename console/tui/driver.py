@@ -31,14 +31,10 @@ POLL_S, IDLE_POLL_S, QUIET_S = 0.1, 0.5, 0.25
 pasted characters within `QUIET_S` count as pasted."""
 FEW, FIELD_CHARS = 8, 256
 """The largest number of characters in one read that count as typed: as keys, and in a field."""
+PASTE_BEGIN = "\x1b[200~"
 IGNORED = "input ignored: keys that come together count as pasted; type them one by one"
-PASTE_BEGIN, PASTE_END = "\x1b[200~", "\x1b[201~"
-MARKED_OR_SEQUENCE = re.compile(
-    r"\x1b\[200~.*?(?:\x1b\[201~|\Z)"  # a marked paste, which may end in a later read
-    r"|\x1b(?:\[[0-?]*[ -/]*[@-~]|O.|[\]P^_X].*?(?:\x07|\x1b\\)|.?)",  # key, mouse or answer
-    re.DOTALL,
-)
-"""Matches marked pastes and escape sequences; all other text consists of characters."""
+SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|O.|[\]P^_X].*?(?:\x07|\x1b\\)|.?)", re.DOTALL)
+"""Matches the escape sequence of a key, the mouse, a mark of a paste, or an answer."""
 RESTORE = (
     b"\x1b[?1000l\x1b[?1003l\x1b[?1006l\x1b[?2004l\x1b[?1004l\x1b[?7h\x1b[<u\x1b[?1049l\x1b[?25h"
 )
@@ -63,7 +59,7 @@ class TerminalDriver(LinuxDriver):
         self._console: Any = self._app
         self._late: threading.Thread | None = None
         self._ends = threading.Lock()
-        self._pasted_at, self._is_marked, self._is_ignoring = -math.inf, False, False
+        self._pasted_at = -math.inf
 
     def close(self) -> None:
         """Waits for the writer thread, and for the thread that restores the terminal, if any."""
@@ -95,31 +91,28 @@ class TerminalDriver(LinuxDriver):
                 return
             if ready and not read:
                 return
-            if not ready and self._is_ignoring:
-                self._is_ignoring = False
-                self._app.call_later(self._console.say, IGNORED, "error")
-            text = decode(read)
-            typed = parser.feed(text) if (text := self._typed(text)) else ()
+            text = self._typed(decode(read))
+            typed = parser.feed(text) if text else ()
             for message in (*typed, *parser.tick()):
                 self.process_message(message)
 
     def _typed(self, text: str) -> str:
-        """Returns the text of one read without the characters that count as pasted.
+        """Returns the text of one read, without its characters if they count as pasted.
 
-        Characters count as pasted if one read has more of them than a person types, if the read
-        also has a marked paste, or if they soon follow pasted characters. Marked pastes and escape
-        sequences are passed to Textual.
+        Characters count as pasted if one read has more of them than a person types, or if they
+        soon follow pasted characters. Escape sequences are passed to Textual, except the begin of
+        a paste without its text: if its end is then lost, Textual would ignore all keys.
         """
-        before = PASTE_BEGIN if self._is_marked else ""
-        kept = [match.group() for match in MARKED_OR_SEQUENCE.finditer(before + text)]
-        marked = [each for each in kept if each.startswith(PASTE_BEGIN)]
-        self._is_marked = bool(marked) and not marked[-1].endswith(PASTE_END)
-        count = len(before + text) - sum(map(len, kept))
+        sequences = SEQUENCE.findall(text)
+        count = len(text) - sum(map(len, sequences))
         now, most = time.monotonic(), FIELD_CHARS if self._console.in_field else FEW
-        if not count or (count <= most and not marked and now - self._pasted_at >= QUIET_S):
+        follows = now - self._pasted_at < QUIET_S
+        if not count or (count <= most and not follows):
             return text
-        self._pasted_at, self._is_ignoring = now, True
-        return "".join(kept)[len(before) :]
+        self._pasted_at = now
+        if not follows:
+            self._app.call_later(self._console.say, IGNORED, "error")
+        return "".join(sequences).replace(PASTE_BEGIN, "")
 
     # --- the exit ------------------------------------------------------------------------------
 

@@ -7,20 +7,17 @@ exit. No executor owns it, because the interpreter waits at exit for the threads
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from console import status_text
-from console.model import LIVE_STATES, LaunchState, LogLine, RunState, Verdict
+from console.model import CLOCK_S, LIVE_STATES, LaunchState, LogLine, RunState, Verdict
 from console.sources.series import Points
 from console.tui.draft import next_phase_values
 from trainers.contract import jsonl, rundir
-from trainers.contract.errors import ContractError
 
 if TYPE_CHECKING:
     from console.sources.logs import LogSource
@@ -28,8 +25,6 @@ if TYPE_CHECKING:
 
 POLL_S = 1.0
 GLANCE_S = 0.25
-SEARCH_S = 15.0
-"""After the end of the launch, the time between two searches for another launch."""
 LOOK_BYTES = 1 << 20
 """The limit of `RunSource` for one poll, so that a long run is shown while it is read."""
 STAMPED = ("supervisor.json", "events.jsonl", "gates.json", "../plan_state.json")
@@ -56,11 +51,8 @@ class ScreenData:
     """The new log lines; `log_begins` is true if they begin another log."""
     log_begins: bool = False
     trouble: str = ""
-    live_launch: str = ""
-    """After the end of the launch, the id of another launch that may be alive, or ""."""
     coming: Mapping[str, str] = field(default_factory=dict)
-    """The planned flags of the next phase; `coming_trouble` says why they are missing."""
-    coming_trouble: str = ""
+    """The planned flags of the next phase."""
 
 
 def open_source(path: Path) -> RunSource:
@@ -117,15 +109,13 @@ class Feed:
         self._opened: Path | None = None
         self._state: RunState | None = None
         self._logs: LogSource | None = None
-        self._stacks: tuple[object, Mapping[int, Any]] = (None, {})
-        self._live_launch, self._search_at = "", 0.0
-        self._last_verdict: tuple[object, Verdict | None] = (None, None)
+        self._made: dict[str, tuple[object, Any]] = {}
+        """For each part of a snapshot that is read only after a change: its mark, and its value."""
         self._stamps: list[object] = []
         self._watched: list[Path] = []
         self._nudged = threading.Event()
         self._taken = threading.Event()
         self._stopped = False
-        self._coming: tuple[object, Mapping[str, str], str] = (None, {}, "")
         self.wanted: tuple[str, ...] = ()
         """The series that the view draws."""
         self.wants_stacks = self.wants_coming = False
@@ -201,7 +191,7 @@ class Feed:
             return ScreenData(at, now)
         if self._source is None or self._opened != path:
             self._source, self._opened = self._open(path), path
-            self._logs, self._state, self._search_at = None, None, 0.0
+            self._logs, self._state, self._made = None, None, {}
         source = self._source
         self._stamps = self._stamp()  # a file that changes during the read is read again
         state = self._state = poll_confirmed(source, former=False)
@@ -210,12 +200,25 @@ class Feed:
         series, recorded = source.series, source.series.names
         charts = {name: series.points(name) for name in self.wanted}
         stacks, last_verdict = self._poll_stacks(run, state), self._poll_last_verdict(run)
-        following, why_not = self._poll_coming(state.launch)
         self._watched = [run / name for name in STAMPED] if run else []
         return ScreenData(
-            at, now, state, charts, recorded, stacks, last_verdict, log, begins,
-            live_launch=self._poll_live_launch(state), coming=following, coming_trouble=why_not,
-        )  # fmt: skip
+            at,
+            now,
+            state,
+            charts,
+            recorded,
+            stacks,
+            last_verdict,
+            log,
+            begins,
+            coming=self._poll_coming(state.launch),
+        )
+
+    def _unless_same(self, name: str, mark: object, make: Callable[[], Any]) -> Any:
+        """Returns what `make` returned when the part `name` had this mark for the first time."""
+        if name not in self._made or self._made[name][0] != mark:
+            self._made[name] = (mark, make())
+        return self._made[name][1]
 
     def _poll_logs(self, run: Path | None, state: RunState) -> tuple[tuple[LogLine, ...], bool]:
         if run is None or self.paused:
@@ -229,58 +232,38 @@ class Feed:
         return tuple(held.poll(over=state.state not in LIVE_STATES)), begins
 
     def _poll_stacks(self, run: Path | None, state: RunState) -> Mapping[int, Any]:
+        """Returns the newest dump of each rank, except dumps of former processes."""
         if run is None or not self.wants_stacks:
             return {}
         pids = {rank.rank: rank.pid for rank in state.ranks}
-        try:
-            mark = (run, os.stat(run).st_mtime_ns, pids)
-        except OSError:
-            return {}
-        if self._stacks[0] != mark:
-            from console.sources import json_documents, stacks
+
+        def read() -> Mapping[int, Any]:
+            from console.sources import stacks
 
             # A dump from the future, written before the clock was set back, would stay the newest.
-            until_ts = time.time() + json_documents.CLOCK_S
+            until_ts = time.time() + CLOCK_S
             found = stacks.latest(run, pids, until_ts=until_ts)
-            self._stacks = (mark, {
-                rank: replace(stack, is_former=bool(stack.pid and pids[rank] not in (0, stack.pid)))
-                for rank, stack in found.items()
-            })  # fmt: skip
-        return self._stacks[1]
+            return {
+                rank: stack for rank, stack in found.items()
+                if 0 in (pids[rank], stack.pid) or pids[rank] == stack.pid
+            }  # fmt: skip
+
+        mark = (run, rundir.stamp(run.resolve()), pids)  # the path may be a link
+        return self._unless_same("stacks", mark, read)
 
     def _poll_last_verdict(self, run: Path | None) -> Verdict | None:
         if run is None or not self.wants_stacks:
             return None
+        from console.sources import verdicts
+
         mark = (run, rundir.stamp(run / rundir.VERDICTS))
-        if self._last_verdict[0] != mark:
-            from console.sources import verdicts
+        return self._unless_same("verdict", mark, lambda: verdicts.newest(run))
 
-            self._last_verdict = (mark, verdicts.newest(run))
-        return self._last_verdict[1]
-
-    def _poll_live_launch(self, state: RunState) -> str:
-        if not status_text.is_over(state):
-            return ""
-        if time.monotonic() >= self._search_at:
-            from console.sources import launches
-
-            own = Path(state.launch.path).absolute() if state.launch else None
-            others = [path for path in launches.launches(self._root) if path.absolute() != own]
-            live = find_live(others)
-            self._live_launch = launches.launch_id(live) if live else ""
-            self._search_at = time.monotonic() + SEARCH_S
-        return self._live_launch
-
-    def _poll_coming(self, launch: LaunchState | None) -> tuple[Mapping[str, str], str]:
+    def _poll_coming(self, launch: LaunchState | None) -> Mapping[str, str]:
         if launch is None or not launch.under_way or not self.wants_coming:
-            return {}, ""
+            return {}
         mark = (launch.path, launch.phase)
-        if self._coming[0] != mark:
-            try:
-                self._coming = (mark, next_phase_values(launch), "")
-            except ContractError as error:
-                self._coming = (mark, {}, str(error))
-        return self._coming[1:]
+        return self._unless_same("coming", mark, lambda: next_phase_values(launch))
 
     def _stamp(self) -> list[object]:
         return [rundir.stamp(path) for path in self._watched]

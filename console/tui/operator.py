@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from console.model import LaunchState, RunState
+from console.model import RunState
 from console.sources.process import command
 from console.tui import background, confirmations
 from console.tui.background import Pending, run_in_background
@@ -113,13 +113,6 @@ class Operator:
         notice = self._screen.alert.notice
         alert, text = (notice.alert, notice.text) if notice else ("", "")
         self.ask(lambda state: confirmations.acknowledge(state, alert, text))
-
-    def set_flag(self, launch: LaunchState, name: str, value: str | None, phases: str) -> None:
-        """Sends a changed flag for the phases `next` or `all`; the value None undoes the change."""
-        if not launch.rest:
-            self._screen.say(f"{launch.id} has no next phase: {name} would have no effect", "error")
-            return
-        self.send(Path(launch.path), "set-flag", {"name": name, "value": value, "phases": phases})
 
     # --- launching -----------------------------------------------------------------------------
 

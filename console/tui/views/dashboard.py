@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partialmethod
-from importlib import import_module
-from typing import Any
 
 from textual.app import ComposeResult
 
-from console.model import RunState
 from console.tui import chartmath, charts
 from console.tui.background import run_in_background
 from console.tui.chartmath import Mode
@@ -97,11 +94,6 @@ def shape(width: int, height: int, ranks: int, available: int) -> Shape:
     return Shape(top, figures, count, min(per_row, count), log if log >= LEAST_LOG else 0)
 
 
-def _settings() -> Any:
-    """Returns the module `console.settings_file`, which the first picture does not need."""
-    return import_module("console.settings_file")
-
-
 class Dashboard(View):
     """The Dashboard. `choice` has the titles of the operator's charts; () means the defaults."""
 
@@ -144,12 +136,13 @@ class Dashboard(View):
         return newest_rows(self.console.book, width, height)
 
     def fit_panels(self) -> None:
-        snapshot = self.snapshot
+        snapshot, (width, height) = self.snapshot, self.size
         state = snapshot.state if snapshot else None
         if snapshot is None or state is None or not self.size.area:
             return
         self._charts = charts.of_run(state, snapshot.recorded, self.choice)
-        now = ZOOMED if self.zoomed else self._shape_for(state, len(self._charts))
+        ranks = len(state.ranks) or len(state.gpus)
+        now = ZOOMED if self.zoomed else shape(width, height, ranks, len(self._charts))
         if now != self._shape:
             self._shape = now
             self._apply(now)
@@ -165,9 +158,6 @@ class Dashboard(View):
         if self.console.feed.wanted != wanted:
             self.console.feed.wanted = wanted
             self.call_after_refresh(self.console.feed.nudge)
-
-    def _shape_for(self, state: RunState, available: int) -> Shape:
-        return shape(*self.size, len(state.ranks) or len(state.gpus), available)
 
     def _apply(self, now: Shape) -> None:
         top, figures = self.query_one("#top"), self.query_one("#figures")
@@ -191,12 +181,16 @@ class Dashboard(View):
         self.set_timer(SETTINGS_S, self._load_choice)
 
     def _load_choice(self) -> None:
-        run_in_background(self.console, "settings", lambda: _settings().charts(), self.choose)
+        from console import settings_file  # imported after the first picture
+
+        run_in_background(self.console, "settings", settings_file.charts, self.choose)
 
     def save_choice(self, titles: Sequence[str]) -> None:
         """Shows the charts that the operator chose, and saves the choice in the settings file."""
+        from console import settings_file
+
         self.choose(titles)
-        run_in_background(self.console, "settings", lambda: _settings().save_charts(titles),
+        run_in_background(self.console, "settings", lambda: settings_file.save_charts(titles),
                lambda path: self.console.say(f"charts saved in {path}"))  # fmt: skip
 
     def choose(self, titles: Sequence[str]) -> None:
@@ -244,7 +238,5 @@ class Dashboard(View):
         """Opens the list from which charts are chosen."""
         from console.tui.widgets.chooser import ChartList
 
-        state = self.snapshot.state if self.snapshot else None
-        fits = self._shape_for(state, len(charts.CATALOG)).charts if state else 0
         shown = self.choice or [chart.title for chart in self._charts]
-        self.console.open_overlay(ChartList(shown, fits, self.save_choice))
+        self.console.open_overlay(ChartList(shown, self.save_choice))

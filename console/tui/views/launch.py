@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from textual.app import ComposeResult
 
 from console.model import LIVE_STATES, LaunchState, RunState
 from console.status_text import DASH, counted, shell_line
+from console.tui.draft import BETWEEN
 from console.tui.feed import ScreenData
 from console.tui.operator import Console
-from console.tui.rows import Row, rule, text_of, wrap
+from console.tui.rows import Row, rule, wrap
 from console.tui.views.view import View
 from console.tui.widgets import flags as flag_list
 from console.tui.widgets.lines import WHOLE, Box, Panel
@@ -16,8 +19,6 @@ from console.tui.widgets.phases import CHECKS, check_rows, gate_rows, phase_rows
 from console.tui.widgets.picker import GUTTER, Picker, Reader, Scrolls
 from trainers.contract import flags as registry
 
-FOREIGN = "foreign program: other NSA flags have no effect"
-BETWEEN = {"ask": "L starts each next phase", "go": "starts the next phase if gates passed"}
 WIDE = 110
 LEAST_FLAGS, LEAST_HEIGHT = 7, 18
 """Number of rows that other panels leave to the list of flags if possible, with its heading; least
@@ -32,24 +33,13 @@ def live_launch(snapshot: ScreenData | None) -> tuple[RunState, LaunchState] | N
 
 
 def command_rows(title: str, line: str, routes: str, width: int, height: int) -> list[Row]:
-    """Returns the command, wrapped, with its environment variables highlighted.
-
-    The effective attention backend is shown in the heading, or below it if the heading is too
-    short.
-    """
-    note = f"attention: {routes}" if routes else "y copies it"
-    rows = [rule(title, width, note)]
-    if note not in text_of(rows[0]):
-        rows = [rule(title, width, "y copies it")]
-        rows += [((text, "dim"),) for text in wrap(note, width - 1, max(1, height - 2))]
-    for text in wrap(line, width - 1, max(1, height - len(rows))):
-        words: list[tuple[str, str]] = []
-        for word in text.split():
-            name, is_set, _ = word.partition("=")
-            style = "info" if is_set and name.isupper() and name[0].isalpha() else ""
-            words += [(word, style), (" ", "")]
-        rows.append(tuple(words))
-    return rows
+    """Returns the effective attention backend, if it is known, and the command, wrapped."""
+    rows = [rule(title, width, "y copies it")]
+    if routes:
+        note = wrap(f"attention: {routes}", width - 1, max(1, height - 2))
+        rows += [((text, "dim"),) for text in note]
+    lines = wrap(line, width - 1, max(1, height - len(rows)))
+    return rows + [((text, ""),) for text in lines]
 
 
 class FlagList(Picker):
@@ -116,12 +106,13 @@ class Launch(Scrolls, View):
         is_shown = launch and not launch.under_way and launch.plan == self.draft.plan_name
         return (state, launch) if state and launch and is_shown else None
 
-    def _without_plan(self, snapshot: ScreenData) -> tuple[RunState, LaunchState] | None:
-        """Returns the same as `_ended` if the check of the draft failed and left no plan, or None.
+    def _shown(self, snapshot: ScreenData) -> tuple[RunState, LaunchState] | None:
+        """Returns the run and launch whose command and flags are shown; None means the draft's.
 
-        For example, the plan of a drill or of `--config` has no file, so its check fails.
+        A launch that has ended is shown if its plan has no file, as that of a drill or `--config`.
         """
-        return self._ended(snapshot) if self.draft.plan is None and self.draft.trouble else None
+        has_no_file = self.draft.plan is None and self.draft.trouble
+        return live_launch(snapshot) or (self._ended(snapshot) if has_no_file else None)
 
     def _training_rows(self, snapshot: ScreenData, width: int, height: int) -> list[Row]:
         """Returns facts about the prepared training, or no row for a launch in progress."""
@@ -133,7 +124,7 @@ class Launch(Scrolls, View):
 
     def _line(self, snapshot: ScreenData) -> tuple[str, str]:
         """Returns two values: a title, and the command of the draft or of the displayed launch."""
-        if shown := live_launch(snapshot) or self._without_plan(snapshot):
+        if shown := self._shown(snapshot):
             state, own = shown[0], shown[0].own_phase
             ended = "" if state.state in LIVE_STATES else ", which ended"
             title = f"command of phase {own.numbered if own else DASH}{ended}"
@@ -149,30 +140,25 @@ class Launch(Scrolls, View):
     def _check_rows(self, snapshot: ScreenData, width: int, height: int) -> list[Row]:
         """Returns the gates of a launch in progress, or else the checks of the draft.
 
-        The gates of a run that has ended are shown above the checks. The gates may use half the
-        height, or more if the checks leave room.
+        The gates of a run that has ended are shown above the checks, in at most half the height.
         """
         state, rows = snapshot.state, []
         is_live, is_whole = live_launch(snapshot) is not None, height >= WHOLE
         if state is not None and (is_live or state.gates):
-            own, launch = state.own_phase, state.launch
-            is_of_plan = launch and launch.plan == self.draft.plan_name
-            name = own.name if own and (is_live or is_of_plan) else state.id
-            most = height
-            if not (is_live or is_whole):
-                most = max(height // 2, height - len(self._draft_check_rows(width, height)))
+            own = state.own_phase if is_live or self._ended(snapshot) else None
+            name = own.name if own else state.id
+            most = height if is_live or is_whole else height // 2
             rows = gate_rows(state.gates, state.bounds, width, most,
                              f"gates of {name}{'' if is_live else ', which ended'}")  # fmt: skip
         if is_live:
             return rows
-        left = height if is_whole else height - len(rows)
-        return rows + self._draft_check_rows(width, left)
+        return rows + self._draft_check_rows(width, height if is_whole else height - len(rows))
 
     def _draft_check_rows(self, width: int, height: int) -> list[Row]:
         draft = self.draft
         if draft.is_checked and draft.trouble:
-            note = "the launch would be rejected" if draft.is_chosen else "o chooses a plan"
             lines = wrap(draft.trouble, width, height - 1)
+            note = "the launch would be rejected" if draft.is_chosen else "o chooses a plan"
             style = "crit" if draft.is_chosen else "dim"
             return [rule(CHECKS, width, note), *(((line, style),) for line in lines)]
         found = check_rows(draft.checks, width, height)
@@ -196,36 +182,30 @@ class Launch(Scrolls, View):
         snapshot = self.snapshot
         if snapshot is None or not self.size.width:
             return
-        if shown := live_launch(snapshot) or self._without_plan(snapshot):
+        if shown := self._shown(snapshot):
             (state, launch), own = shown, shown[0].own_phase
             when = launch.rest[0].numbered if launch.rest else ""
             changed = {flag.name: flag.value for flag in launch.next_flags}
             now = {**state.decided, **state.environment}
-            planned = registry.OWN.keys() & snapshot.coming.keys() - changed.keys()
-            ours = planned or any(word.startswith("trainers.") for word in state.argv)
-            foreign = bool(state.argv) and not ours
-            self._items = flag_list.items(now, snapshot.coming or None, changed, foreign=foreign)
-            why_not = snapshot.coming_trouble and f": not available: {snapshot.coming_trouble}"
+            self._items = flag_list.items(now, snapshot.coming or None, changed)
             later = " and later" if self._later == "all" else ""
-            heading = f"flags of {own.name if own else DASH}, which ended"
+            is_now = launch.under_way and (own is None or own.index == launch.phase)
+            heading = (
+                "flags now" if is_now else f"flags of {own.name if own else DASH}, which ended"
+            )
             if launch.under_way:
-                is_now = own is None or own.index == launch.phase
-                heading = "flags now" if is_now else heading
-                heading += f" → {when}{later}{why_not}" if when else ", no phase left"
+                heading += f" → {when}{later}" if when else ", no phase left"
         else:
             draft, when, heading = self.draft, "launch", "flags now → next"
-            foreign = draft.plan is not None and not any(
-                phase.is_ours for phase in draft.plan.phases
-            )
-            self._items = flag_list.items(
-                {}, draft.planned_flags(), draft.flags, draft.between, foreign
-            )
+            choice = {flag_list.BETWEEN.name: draft.between} if draft.between == "go" else {}
+            planned = {flag_list.BETWEEN.name: "ask", **draft.planned}
+            flags = (flag_list.BETWEEN, *registry.FLAGS.values())
+            self._items = flag_list.items({}, planned, {**draft.flags, **choice}, flags)
         if live_launch(snapshot) is None and not self.draft.is_checked:
             self.console.operator.prepare()
         self.picker.heading = heading
         rows = flag_list.item_rows(self._items, when, self.picker.size.width - GUTTER)
-        rows += [((FOREIGN, "dim"),)] * foreign
-        self.picker.fill(rows, notes=[*(item.help for item in self._items), ""])
+        self.picker.fill(rows, notes=[item.flag.key.help for item in self._items])
 
     def fit_panels(self) -> None:
         snapshot, (width, height) = self.snapshot, self.size
@@ -251,33 +231,32 @@ class Launch(Scrolls, View):
 
     def do_toggle(self) -> None:
         """Changes the value under the cursor, or opens a field if a value must be typed."""
-        item = self._chosen()
-        if item is None or self._is_fixed(item):
+        item, live = self._chosen(), live_launch(self.snapshot)
+        if item is None or self.snapshot is None:
             return
-        if item.flag is None:
-            self.draft.between = "go" if self.draft.between == "ask" else "ask"
-            self.fill()
-            return
-        decided, value = flag_list.next_value(item.flag, item.planned or "", item.held)
-        if decided:
-            self._set(live_launch(self.snapshot), item.flag.name, value, item.planned)
-        else:
-            self.do_open()
-
-    def _is_fixed(self, item: flag_list.Item) -> bool:
-        """Returns whether the flag can no longer be changed; if so, also shows a message."""
-        live, ended = (
-            live_launch(self.snapshot),
-            self.snapshot and self._without_plan(self.snapshot),
-        )
-        why = ""
         if live is not None and not live[1].rest:
             why = f"{live[1].id} has no next phase: a changed flag would have no effect"
-        elif ended and item.flag is not None:
-            why = "this run has ended, and its plan has no file; o chooses a plan"
-        if why:
             self.console.say(why, "error")
-        return bool(why)
+            return
+        if live is None and self._shown(self.snapshot):
+            why = "this run has ended, and its plan has no file; o chooses a plan"
+            self.console.say(why, "error")
+            return
+        name = item.flag.name
+        decided, value = flag_list.next_value(item.flag, item.planned or "", item.held)
+        if decided:
+            self._set(live, name, value, item.planned)
+            return
+        from console.tui.widgets.confirm import Editor
+
+        hint = f"{registry.expected(item.flag)}; empty: undo the change.  {item.flag.key.help}"
+        self.console.open_overlay(
+            Editor(name, item.held or "", hint,
+                   lambda text: text.strip() and registry.parse(name, text),
+                   lambda text: self._set(live, name, text or None, item.planned))
+        )  # fmt: skip
+
+    do_open = do_toggle
 
     def do_phases(self) -> None:
         """Switches whether changed flags apply to the next phase only or to all later phases."""
@@ -300,24 +279,6 @@ class Launch(Scrolls, View):
 
         self.console.open_overlay(Reader("launch", rows))
 
-    def do_open(self) -> None:
-        """Opens a field for the flag under the cursor, or changes the choice under the cursor."""
-        from console.tui.widgets.confirm import Editor
-
-        item = self._chosen()
-        if item is None or item.flag is None:
-            self.do_toggle()
-            return
-        if self._is_fixed(item):
-            return
-        name, live = item.flag.name, live_launch(self.snapshot)
-        hint = f"{registry.expected(item.flag)}; empty: undo the change.  {item.flag.key.help}"
-        self.console.open_overlay(
-            Editor(name, item.held or "", hint,
-                   lambda text: text.strip() and registry.parse(name, text),
-                   lambda text: self._set(live, name, text or None, item.planned))
-        )  # fmt: skip
-
     def _set(
         self, live: tuple[RunState, LaunchState] | None, name: str, value: str | None,
         planned: str | None,
@@ -326,11 +287,16 @@ class Launch(Scrolls, View):
 
         The planned value undoes the change, except in a launch if it is for all later phases.
         """
+        if name == flag_list.BETWEEN.name:
+            self.draft.between = value or "ask"
+            self.fill()
+            return
         is_planned = value and registry.format_value(registry.parse(name, value)) == planned
         if is_planned and (live is None or self._later == "next"):
             value = None
         if live is not None:
-            self.console.operator.set_flag(live[1], name, value, self._later)
+            args = {"name": name, "value": value, "phases": self._later}
+            self.console.operator.send(Path(live[1].path), "set-flag", args)
             return
         if value is None:
             self.draft.flags.pop(name, None)

@@ -57,29 +57,28 @@ def _clock(ts: float, now: float) -> str:
 def verdict_rows(
     state: RunState, width: int, height: int, now: float, last: Verdict | None = None
 ) -> list[Row]:
-    """Returns the verdict, or the past verdict, or why there is none, in at most `height` lines."""
-    past, verdict = past_verdict(state, last), state.verdict
+    """Returns the verdict, or why there is none and the past verdict, in at most `height` lines."""
+    past, verdict, room = past_verdict(state, last), state.verdict, width - len(VERDICT)
     if verdict is not None and past is None:
-        since = f"the run is {state.state}" if state.state in LIVE_STATES else "the run has ended"
-        ago = f"  ({fmt.age(now - verdict.ts)} ago; {since})"
-        style, over = ("crit", "") if state.state == "stalled" else ("dim", ago)
-        said = wrap(verdict.sentence + over, width - len(VERDICT), height) or [fmt.DASH]
+        is_stalled = state.state == "stalled"
+        ago = f"  ({fmt.age(now - verdict.ts)} ago; the run is {state.state})" * (not is_stalled)
+        style = "crit" if is_stalled else "dim"
+        said = wrap(verdict.sentence + ago, room, height) or [fmt.DASH]
         rows = labelled((VERDICT, style), said, style)
         if len(said) == 1:
             rows += labelled((" " * len(VERDICT), ""), [_place(verdict)], "dim")
         return rows
-    calm = {
+    said, style = {
         "running": ("no stall detected", "ok"),
         "stalled": ("stalled; diagnosis in progress", "dim"),
-    }
-    said, style = calm.get(state.state, (f"no verdict: the run is {state.state}", "dim"))
+    }.get(state.state, (f"no verdict: the run is {state.state}", "dim"))
     if state.state == "unsupervised":
         adopt = "R starts a supervisor; " if state.launch else ""
         said = f"unsupervised: {adopt}{command('watchdog', state.path)} checks the run now"
         style = "warn"
     if past is not None:
         return _past_rows(past, said.removeprefix("no verdict: "), width, height, now)
-    return labelled((VERDICT, "title"), wrap(said, width - len(VERDICT), height), style)
+    return labelled((VERDICT, "title"), wrap(said, room, height), style)
 
 
 def _place(verdict: Verdict) -> str:
@@ -94,9 +93,8 @@ COLUMNS = (
 )  # fmt: skip
 """Heading and width of each column before the frame; a negative width aligns right."""
 MARK_WIDTH = 2
-PLACE, FORMER = "frame, age", "former process"
-"""The heading of the last column: the frame that `top_frame` returns, and the age of the dump.
-`FORMER` replaces the frame of a process that is not the rank's present process."""
+PLACE = "frame, age"
+"""The heading of the last column: the frame that `top_frame` returns, and the age of the dump."""
 
 
 def _layout(state: RunState) -> list[tuple[str, int]]:
@@ -147,10 +145,7 @@ def _frame_and_age(stack: Stack | None, width: int, now: float) -> str:
     if stack is None or frame is None:
         return ""
     age = f" {fmt.age(now - stack.ts)}"
-    return cut(FORMER if stack.is_former else frame.short, width - len(age)) + age
-
-
-CALM = {"running": "none: no stall detected", "unsupervised": "none: the run is unsupervised"}
+    return cut(frame.short, width - len(age)) + age
 
 
 def evidence_rows(
@@ -164,7 +159,7 @@ def evidence_rows(
     past = past_verdict(state, last)
     verdict = past or state.verdict
     if verdict is None:
-        return [rule("evidence", width), ((CALM.get(state.state, "none"), "dim"),)]
+        return [rule("evidence", width), (("none", "dim"),)]
     limit = 99 if height >= WHOLE else 2
     action = "" if past else verdict.action
     rows = labelled(("→ ", "info"), wrap(action, width - 3, limit), "strong")
@@ -211,7 +206,7 @@ def grouped(stacks: Mapping[int, Stack], ranks: Sequence[int], odd: int | None) 
     """
     held: dict[tuple[object, ...], list[int]] = {}
     for rank, stack in sorted(stacks.items()):
-        place = (stack.ts, stack.is_former, *(frame.short for frame in frames_of(stack)))
+        place = (stack.ts, *(frame.short for frame in frames_of(stack)))
         held.setdefault(place, []).append(rank)
     groups: list[Group] = [(tuple(alike), stacks[alike[0]]) for alike in held.values()]
     if silent := tuple(rank for rank in ranks if rank not in stacks):
@@ -242,7 +237,6 @@ def stack_rows(
         differs = odd in ranks if odd is not None else len(ranks) < most > sum(sizes) / 2
         is_marked = differs and len(sizes) > 1
         old = "not in newest dump" if stack is not None and stack.ts < newest else ""
-        old = f"of a {FORMER}" if stack is not None and stack.is_former else old
         held.append(_column(ranks, stack, old, is_marked, each, now))
     more = f"  {first + 1}–{first + len(shown)} of {len(groups)} ← →"
     note = f"innermost first{more * (len(shown) < len(groups))}  enter: whole"
@@ -385,6 +379,7 @@ class Stall(Scrolls, View):
         if stack is None:
             app.say(f"rank {rank}: {no_dump(state)}", "error")
             return
-        title = f"stack of rank {rank}" + f", of a {FORMER}" * stack.is_former
         name = stack.path.rpartition("/")[2]
-        app.open_overlay(Reader(title, lambda width: whole_rows(stack, width - 1), name))
+        app.open_overlay(
+            Reader(f"stack of rank {rank}", lambda width: whole_rows(stack, width - 1), name)
+        )

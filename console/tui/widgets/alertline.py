@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from console.model import (
@@ -15,7 +15,6 @@ from console.model import (
     LaunchState,
     Level,
     RunState,
-    Verdict,
 )
 from console.status_text import not_passed, skipped, with_word
 from console.tui import format as fmt
@@ -31,7 +30,6 @@ MOST_LINES, SHARE = 4, 5
 """Most lines of the notice, and the part of the screen that it may take: one line in `SHARE`."""
 LEAST_ROOM = 24
 """Least width of the text to the left of the keys; if there is less room, no keys are shown."""
-STALL_HINT = "3 diagnose"
 WORDS: dict[Level, str] = {"crit": "! CRIT", "warn": "! WARN", "info": "  info"}
 
 
@@ -51,7 +49,7 @@ class Notice:
 def notices(
     snapshot: ScreenData | None, silent_s: float = 0.0, pending: Sequence[Pending] = ()
 ) -> list[Notice]:
-    """Returns all notices, the worst first; a notice of another running launch precedes them.
+    """Returns all notices, the worst first.
 
     `silent_s` is the time for which the directory has not answered; `pending` has the actions in
     progress.
@@ -84,10 +82,6 @@ def notices(
     if state.skipped_records:
         found.append(Notice("info", skipped(state)))
     found.sort(key=lambda notice: LEVELS.index(notice.level))
-    if snapshot.live_launch:  # first, because the displayed launch has ended
-        found.insert(
-            0, Notice("info", f"another launch runs: {snapshot.live_launch}", "o opens it")
-        )
     return found
 
 
@@ -107,7 +101,7 @@ def _of_alert(alert: Alert) -> Notice:
 def _of_state(state: RunState, is_stall_told: bool) -> list[Notice]:
     if state.state == "stalled":
         said = state.verdict.sentence if state.verdict else state.why or "no rank makes progress"
-        return [] if is_stall_told else [Notice("crit", said, STALL_HINT)]
+        return [] if is_stall_told else [Notice("crit", said, "3 diagnose")]
     if state.state == "unsupervised":
         why = state.why or "the supervisor is not running; ranks are alive"
         # Nothing went wrong if a run that was started by hand has no supervisor.
@@ -145,9 +139,7 @@ def _of_gates(gates: tuple[Gate, ...]) -> list[Notice]:
     if missed := not_passed(gates):
         return [Notice("warn", missed, "2 shows gates")]
     overridden = sum(gate.result != "pass" for gate in gates)
-    text = f"all gates of this phase passed ({len(gates)})"
-    if overridden:
-        text = f"gates that did not pass and have an override: {overridden} of {len(gates)}"
+    text = f"gates of this phase: {len(gates) - overridden} passed, {overridden} overridden"
     return [Notice("info", text)] if gates else []
 
 
@@ -174,15 +166,6 @@ def alert_rows(found: list[Notice], width: int, at: int = 0, limit: int = 1) -> 
     return [clip(row, width) for row in (first, *rest)]
 
 
-def without_verdict(notice: Notice, verdict: Verdict | None) -> Notice:
-    """Returns a notice without the verdict's sentence, which the Stall view shows elsewhere."""
-    said = verdict.sentence if verdict else ""
-    if not said or said not in notice.text:
-        return notice
-    text = notice.text.replace(said, "stalled; see the verdict")
-    return replace(notice, text=text, hint=notice.hint.removeprefix(STALL_HINT).strip())
-
-
 class AlertLine(Panel):
     """Shows one notice; `A` acknowledges its alert. When notices come or go, the first is shown.
 
@@ -203,8 +186,10 @@ class AlertLine(Panel):
         self._kinds = kinds
         self.notice = found[self._at] if found else None
         limit = max(1, min(MOST_LINES, self.screen.size.height // SHARE))
-        if app.view_name == "stall" and snapshot and snapshot.state:
-            found = [without_verdict(notice, snapshot.state.verdict) for notice in found]
+        verdict = snapshot.state.verdict if snapshot and snapshot.state else None
+        if app.view_name == "stall" and self.notice and verdict:
+            is_told = verdict.sentence in self.notice.text  # the view shows the sentence in full
+            limit = 1 if is_told else limit
         return alert_rows(found, width, self._at, limit)
 
     def redraw(self) -> None:

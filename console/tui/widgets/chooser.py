@@ -91,21 +91,17 @@ class Chooser(Reader):
 
 
 class ChartList(Reader):
-    """A list of charts; calls `then` with the chosen titles in order; () means the defaults.
+    """A list of charts; calls `then` with the chosen titles in order; () means the defaults."""
 
-    The Dashboard has room for the first `fits` charts of the choice.
-    """
-
-    def __init__(self, shown: Sequence[str], fits: int, then: Callable[[Sequence[str]], object]):
-        self._shown, self._fits, self._then = list(shown), fits, then
+    def __init__(self, shown: Sequence[str], then: Callable[[Sequence[str]], object]):
+        self._shown, self._then = list(shown), then
         super().__init__("charts", self._rows, CHARTS_HINT, cursor=True)
 
     def _rows(self, _width: int = 0) -> list[Row]:
         places = {title: place for place, title in enumerate(self._shown, 1)}
         return [
             columns([(str(places.get(chart.title, "–")), -2, "strong"), (chart.title, 14, ""),
-                     (chart.unit_word, 12, "dim"),
-                     ("no room" * (places.get(chart.title, 0) > self._fits), 7, "warn")])
+                     (chart.unit_word, 12, "dim")])
             for chart in CATALOG
         ]  # fmt: skip
 

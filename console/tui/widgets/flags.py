@@ -5,22 +5,28 @@ The values may differ, because a running process keeps the environment of its st
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from console.tui.rows import Row, columns, labelled, wrap
-from trainers.contract.flags import FLAGS, Flag, expected
+from trainers.contract.flags import FLAGS, Flag, Key, expected
 from trainers.contract.values import TRUE
 
 UNSET = "–"
 GROUP, NAME = 9, 26
+BETWEEN = Flag(
+    "between phases",
+    Key(("ask", "go"), "ask", 0, 0, "wait for L, or start the next phase if all gates passed"),
+    "launch.between",
+)
+"""The choice `between` of a launch, which the list shows as its first flag."""
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One line of the list: a flag, or (if `flag` is None) the choice `between` of the launch."""
+    """One line of the list: a flag and its values."""
 
-    flag: Flag | None
+    flag: Flag
     now: str
     planned: str | None
     """The planned value in the next phase; None if there is no next phase or no known value."""
@@ -36,33 +42,21 @@ class Item:
     def changed(self) -> bool:
         return self.held not in (None, self.planned)
 
-    @property
-    def help(self) -> str:
-        """A sentence about the flag or choice."""
-        if self.flag is not None:
-            return self.flag.key.help
-        return "wait for L, or start the next phase if all gates passed"
-
 
 def items(
     now: Mapping[str, str], coming: Mapping[str, str] | None, changed: Mapping[str, str],
-    between: str | None = None, foreign: bool = False,
+    flags: Iterable[Flag] = FLAGS.values(),
 ) -> list[Item]:  # fmt: skip
-    """Returns the flags of the registry, each with its present and its next value.
+    """Returns flags, each with its present and its next value.
 
     `coming` has the planned values of the next phase; it is None without a next phase or without
-    known values. `changed` has the values that the operator set for that phase. `between` comes
-    first, unless it is None. For a foreign program, a flag of our trainers is left out unless it
-    has a value.
+    known values. `changed` has the values that the operator set for that phase.
     """
-    found = [] if between is None else [Item(None, between, between)]
-    for flag in FLAGS.values():
-        if foreign and flag.setting and flag.name not in {*now, *(coming or ()), *changed}:
-            continue
-        here = now.get(flag.name, "")
-        planned = None if coming is None else coming.get(flag.name, "")
-        found.append(Item(flag, here, planned, changed.get(flag.name)))
-    return found
+    return [
+        Item(flag, now.get(flag.name, ""), None if coming is None else coming.get(flag.name, ""),
+             changed.get(flag.name))
+        for flag in flags
+    ]  # fmt: skip
 
 
 def item_rows(found: list[Item], when: str, width: int) -> list[Row]:
@@ -75,11 +69,6 @@ def item_rows(found: list[Item], when: str, width: int) -> list[Row]:
     value = max(4, (room - when_width) // 2)
     rows, group = [], ""
     for item in found:
-        if item.flag is None:
-            words = "wait for L" if item.following == "ask" else "go if gates passed"
-            name = ("between phases", NAME, "strong")
-            rows.append(columns([("", GROUP, ""), name, (words, len(words), "")]))
-            continue
         name = "" if item.flag.group == group else item.flag.group
         group = item.flag.group
         style = "warn" if item.changed else "" if item.following else "dim"
@@ -101,13 +90,12 @@ def whole_rows(found: list[Item], width: int) -> list[Row]:
     """Returns the flags with their whole values, what each flag accepts, and its whole help."""
     rows: list[Row] = []
     for item in found:
-        name = item.flag.name if item.flag else "between phases"
         values = item.now or UNSET
         if item.following is not None:
             values += f" → {item.following or UNSET}{' *' * item.changed}"
-        accepts = f"{expected(item.flag)}.  " if item.flag else ""
-        rows.append(((f"{name} ", "strong"), (values, "warn" if item.changed else "")))
-        rows += labelled(("    ", ""), wrap(accepts + item.help, width - 5), "dim")
+        text = f"{expected(item.flag)}.  {item.flag.key.help}"
+        rows.append(((f"{item.flag.name} ", "strong"), (values, "warn" if item.changed else "")))
+        rows += labelled(("    ", ""), wrap(text, width - 5), "dim")
     return rows
 
 

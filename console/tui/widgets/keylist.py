@@ -28,19 +28,12 @@ def help_rows(view: str, width: int) -> list[Row]:
     return [*rows, (("words: docs/words.md", "dim"),)]
 
 
-SKIPPED = frozenset(
-    ("down", "up", "page_down", "page_up", "top", "bottom", "left", "right", "panel", "panel_back",
-     "palette", "back", "open")
-)  # fmt: skip
-
-
 def matches(view: str, typed: str) -> list[Key]:
-    """Returns the keys of a view whose texts contain all typed words; leaves out `SKIPPED`."""
+    """Returns the keys of a view whose texts contain all typed words."""
     words = typed.lower().split()
     return [
         key for key in for_view(view)
-        if key.id not in SKIPPED
-        and all(word in f"{key.id} {key.label} {key.help}".lower() for word in words)
+        if all(word in f"{key.id} {key.label} {key.help}".lower() for word in words)
     ]  # fmt: skip
 
 

@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 from textual.content import Content
-from textual.message import Message
 from textual.widgets import Button
 
 from console.tui.rows import Row, labelled, wrap
@@ -85,17 +84,11 @@ class Overlay(Box):
     While a text field has the focus, such a key does not close the overlay.
     """
 
-    class Closed(Message):
-        """Says that the overlay is closed; the app then removes it."""
-
-        def __init__(self, overlay: Overlay):
-            super().__init__()
-            self.overlay = overlay
-
     def close(self) -> None:
         """Hides the overlay at once; the app removes it later."""
         self.display = False
-        self.post_message(self.Closed(self))
+        app: Any = self.app
+        app.call_later(app.remove_overlay, self)
 
     do_back = do_leave = close
     """While an overlay is open, only ctrl+c leaves the console."""

@@ -13,7 +13,6 @@ from console.status_text import counted, gate_value, gates_text
 from console.tui import format as fmt
 from console.tui.rows import (
     Row,
-    cell_len,
     columns,
     fill,
     labelled,
@@ -26,6 +25,8 @@ from console.tui.styles import STATE_STYLE
 from console.tui.widgets.lines import WHOLE
 
 STEPS = 12
+CELL = 38
+"""Least width of a column of gates or checks."""
 CHECKS = "preflight"
 SIGNS = {"fail": ("✗", "crit"), "unknown": ("?", "warn"), "pass": ("✓", "ok"), "": ("·", "dim")}
 """Sign and style of a result, the worst first; "" stands for a result that is not known yet."""
@@ -42,22 +43,19 @@ def phase_rows(
     phases: Sequence[PhaseState], current: int, note: str, width: int, height: int,
     now: float, step: int | None = None, gates: Sequence[Gate] = (), title: str = "phases",
 ) -> list[Row]:  # fmt: skip
-    """Returns the phases with their states and what they prove.
+    """Returns the phases with their states.
 
     A low panel shows only the phases around the current phase. If there is room, the panel also
     shows what one phase proves: the current phase, or the next phase if the current phase has
-    completed. The reason for a state is shown only if it fits beside the state; with `WHOLE` as
-    height it is always shown.
+    completed. With `WHOLE` as height, it shows what each phase proves, and why it has its state.
     """
-    limit = 99 if height >= WHOLE else 2
-    sentences = [wrap(phase.proves, width - 4, limit) for phase in phases]
+    is_whole = height >= WHOLE
     finished = bool(phases) and phases[current].state == "completed"
     focus = min(current + finished, len(phases) - 1)
-    if 1 + len(phases) + sum(map(len, sentences)) > height:
-        fits = 1 + len(phases) <= height < 1 + len(phases) + len(sentences[focus])
-        keep = -1 if fits else focus
-        sentences = [lines if i == keep else [] for i, lines in enumerate(sentences)]
-    room = max(1, height - 1 - sum(map(len, sentences)))
+    proves = wrap(phases[focus].proves, width - 4, 2) if phases else []
+    if 1 + len(phases) + len(proves) > height:
+        proves = []
+    room = max(1, height - 1 - len(proves))
     start = max(0, min(focus - room // 2, len(phases) - room))
     shown = phases[start : start + room]
     part = f"{start + 1}–{start + len(shown)} of {len(phases)}  " * (len(shown) < len(phases))
@@ -66,13 +64,15 @@ def phase_rows(
     results = [(phase.index == current and passed) or gates_text(phase) for phase in phases]
     longest = max(map(len, results), default=0)
     name = min(max(len(phase.numbered) for phase in phases), width - 34 - longest) if phases else 0
-    for phase, lines, result in zip(shown, sentences[start:], results[start:], strict=False):
+    for phase, result in zip(shown, results[start:], strict=False):
         is_current = phase.index == current
         row = _phase_row(
             phase, is_current, width, now, step if is_current else None, result, max(12, name)
         )
-        if height >= WHOLE and phase.why not in text_of(row):
-            lines = [*wrap(phase.why, width - 4), *lines]
+        lines = proves if phase.index == focus else []
+        if is_whole:
+            why = "" if phase.why in text_of(row) else phase.why
+            lines = [*wrap(why, width - 4), *wrap(phase.proves, width - 4)]
         rows += [row, *(((f"    {line}", "dim"),) for line in lines)]
     return rows[:height]
 
@@ -146,21 +146,18 @@ def grid(
 ) -> list[Row]:
     """Returns a heading and cells of (result, text), failed cells first.
 
-    The columns are wide enough for the longest text, if all cells fit then. The heading counts the
-    cells that do not fit. With `WHOLE` as height, no text is cut.
+    If there is no row for each cell, the cells are in columns, and the heading counts the cells
+    that do not fit. With `WHOLE` as height, no text is cut.
     """
     if not cells:
         return [rule(heading, width, note), (("none yet", "dim"),)]
     cells = sorted(cells, key=lambda cell: [*SIGNS].index(cell[0]))
-    longest = max(cell_len(text) for _, text in cells) + 4
-    if height >= WHOLE and longest > width:
+    if height >= WHOLE:
         rows = [rule(heading, width, note)]
         for result, text in cells:
             rows += labelled((f"{SIGNS[result][0]} ", SIGNS[result][1]), wrap(text, width - 2))
         return rows
-    per_row = max(1, width // min(longest, width))
-    if -(-len(cells) // per_row) > height - 1:
-        per_row = max(per_row, min(len(cells), max(1, width // 36)))
+    per_row = 1 if len(cells) < height else max(1, width // CELL)
     each, hidden = width // per_row, len(cells) - per_row * (height - 1)
     rows = [rule(heading, width, f"+{hidden} more: z   {note}" if hidden > 0 else note)]
     for start in range(0, len(cells), per_row):

@@ -65,25 +65,6 @@ async def test_halt_by_key_by_tab_and_enter_and_by_click(way, size):
         assert asked.sent == [(PATH, "halt", {})]
 
 
-@pytest.mark.parametrize(("key", "within"), [("D", "#confirm"), ("3", "#stall")])
-async def test_what_a_key_opens_is_never_laid_out_before_it_is_complete(key, within):
-    async with driven(app_on(recorded.running())) as (app, pilot):
-        await settled(pilot)
-        found = []
-        app.screen.screen_layout_refresh_signal.subscribe(
-            app.screen,
-            lambda _: found.extend(
-                all(part.size.width for part in app.query(f"{within} Lines"))
-                and bool(app.query(f"{within} Lines"))
-                for _ in app.query(within)
-            ),
-            immediate=True,
-        )
-        await pilot.press(key)
-        await until(pilot, lambda: bool(found) and found[-1])
-        assert all(found), found
-
-
 @pytest.mark.parametrize("key", ["D", "H", "L"])
 @pytest.mark.parametrize("answer", ["enter", "escape", "n", "q"])
 async def test_no_is_the_default_and_sends_nothing(key, answer):
@@ -118,13 +99,6 @@ async def test_a_kill_needs_the_name_of_the_run_and_a_wrong_one_can_be_corrected
     assert await played(recorded.running(), *again, "enter") == [(PATH, "stop", {})]
     kill = await played(recorded.running(), *again, "right", "enter")
     assert kill == [(PATH, "kill", {"yes": True})]
-
-
-async def test_an_answer_is_text_and_no_command_to_the_terminal():
-    asked = Asked(text=recorded.HOSTILE)
-    async with driven(app_on(recorded.running(), actions=asked)) as (app, pilot):
-        await play(pilot, "D", "…y yes", "y", "…[red]boo[/red]")
-        assert all(line.isprintable() for line in lines(app))
 
 
 async def test_a_mistake_in_an_action_is_shown():
@@ -175,17 +149,10 @@ async def test_proceed_names_the_phase_and_shows_the_phase_that_starts():
     assert asked.sent == [(LAUNCH, "proceed", {"phase": "recall"})]
 
 
-def test_proceed_without_a_known_next_phase_names_none():
-    state = recorded.waiting()
-    held = dataclasses.replace(state.launch, phases=state.launch.phases[:2], phase=1)
-    found = confirmations.proceed(dataclasses.replace(state, launch=held))
-    assert (found.title, found.choices[0].args) == ("Start the next phase?", {})
-
-
 async def test_without_a_run_l_asks_once_and_launches_with_what_was_set(tmp_path):
     asked = Asked()
     async with driven(app_on(root=tmp_path, actions=asked)) as (app, pilot):
-        await play(pilot, "…✓ python", "space", "…go if gates passed")
+        await play(pilot, "…✓ torch", "space", "…→ go")
         await play(pilot, "down", "down", "down", "space", "…* launch")
         await until(pilot, lambda: app.draft.prepared.plan.phases[0].flags != {})
         await pilot.press("L")
@@ -286,3 +253,17 @@ def test_space_goes_through_the_values_and_back():
     assert next_value(compress, "", "none") == (True, "fp16")
     assert next_value(compress, "fp16", "none")[1] not in ("none", "fp16")
     assert next_value(FLAGS["NSA_LR"], "", None) == (False, None)
+
+
+async def test_an_answer_is_text_and_no_command_to_the_terminal():
+    asked = Asked(text=recorded.HOSTILE)
+    async with driven(app_on(recorded.running(), actions=asked)) as (app, pilot):
+        await play(pilot, "D", "…y yes", "y", "…[red]boo[/red]")
+        assert all(line.isprintable() for line in lines(app))
+
+
+def test_proceed_without_a_known_next_phase_names_none():
+    state = recorded.waiting()
+    held = dataclasses.replace(state.launch, phases=state.launch.phases[:2], phase=1)
+    found = confirmations.proceed(dataclasses.replace(state, launch=held))
+    assert (found.title, found.choices[0].args) == ("Start the next phase?", {})

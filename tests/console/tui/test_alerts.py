@@ -9,7 +9,6 @@ import time
 import pytest
 
 from console.model import Alert
-from console.sources import json_documents
 from console.tui.rows import flow, text_of, width_of
 from console.tui.widgets import alertline
 from console.tui.widgets.alertline import Notice, alert_rows
@@ -23,7 +22,6 @@ from tests.console.tui.recorded import (
     lines,
     play,
     see,
-    settled,
     until,
 )
 
@@ -64,40 +62,6 @@ async def test_a_long_alert_is_shown_whole_and_is_acknowledged_by_its_id(size):
         await play(pilot, "A", "…Acknowledge this alert?", "y")
         await until(pilot, lambda: bool(asked.sent))
         assert asked.sent[0][1:] == ("ack", {"alert": "withheld"})
-
-
-@pytest.mark.parametrize("size", SIZES, ids=str)
-async def test_the_stall_view_says_the_verdict_once_and_whole(size):
-    said = (
-        "rank 1 has been stalled in backward of step 109 since 20:49:32: it is stopped (SIGSTOP); "
-        "kill -CONT 13326 resumes it; ranks 0, 2-7 wait in backward"
-    )
-    alert = Alert("stall", NOW, "crit", said, "3")
-    verdict = dataclasses.replace(recorded.VERDICT, sentence=said, rank=1)
-    state = dataclasses.replace(recorded.stalled(), alerts=(alert,), verdict=verdict)
-    async with driven(app_on(state), size) as (_, pilot):
-        await play(pilot, "…3 diagnose", "3", "…stalled; see the verdict")
-        shown = await settled(pilot)
-        assert "3 diagnose" not in shown
-        assert " ".join(shown.split()).count(said) == 1
-        assert "…" not in shown.partition("VERDICT")[2].partition("rank ")[0]
-        await play(pilot, "A", "…Acknowledge this alert?")
-        await see(pilot, "20:49:32")
-        await play(pilot, "n", "1", "…3 diagnose")
-
-
-def test_a_verdict_without_a_sentence_changes_no_alert():
-    notice = Notice("crit", "the halt waits", alertline.STALL_HINT)
-    verdict = json_documents.verdict({"verdict": {"rank": 1}})
-    assert alertline.without_verdict(notice, verdict) == notice
-
-
-async def test_the_lines_of_an_alert_go_with_it():
-    async with driven(app_on(two_alerts())) as (app, pilot):
-        await see(pilot, "is written there")
-        app.feed._source.states = [recorded.running(8, True)]
-        await until(pilot, lambda: "no alert" in lines(app)[1])
-        await until(pilot, lambda: lines(app)[2].startswith("GPU"))
 
 
 @pytest.mark.parametrize("width", [30, 60, 80, 200])
@@ -150,21 +114,3 @@ async def test_a_busy_screen_is_no_silent_directory(monkeypatch):
             time.sleep(0.01)
         app._tick()
         assert app.alert.notice is None
-
-
-@pytest.mark.parametrize(
-    ("why", "text"),
-    [
-        ("rank 1 failed: no column", "rank 1 failed: no column"),
-        ("no column", "failed: no column"), ("", "failed: no reason recorded"),
-    ],
-)  # fmt: skip
-def test_the_reason_of_an_end_says_the_state_once(why, text):
-    state = recorded.running(state="failed", why=why)
-    assert recorded.noticed(state)[0].text == text
-
-
-def test_an_alert_without_a_supervisor_says_what_its_key_does():
-    alert = Alert("no-supervisor", NOW, "crit", "no supervisor", "R", observed=True)
-    state = recorded.running(alerts=(alert,))
-    assert recorded.noticed(state)[0].hint == "R new supervisor"

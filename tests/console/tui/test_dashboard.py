@@ -70,27 +70,6 @@ async def test_charts_have_one_time_axis_and_old_values_have_their_age(size):
         assert re.search(r"gate entropy nats 5m ─* 2m old: 0.93\n?", shown), shown
 
 
-async def test_charts_whose_series_begin_at_different_times_have_one_time_axis():
-    app = app_on(recorded.running())
-    series = app.feed._open(None).series
-    for second in range(-400, 0, 2):
-        series.add("", NOW + second, {"cpu_pct:0": 96.0, "rss_mib:0": 1240.0})
-    async with driven(app) as (_, pilot):
-        await charted(pilot)
-        shown = [panel for panel in app.dashboard.panels if panel.display]
-        assert len(shown) == 4
-        assert len({panel.window for panel in shown}) == 1
-
-
-async def test_a_selected_chart_that_no_longer_fits_gives_the_mark_to_the_last_chart():
-    async with driven(app_on(recorded.running()), SIZES[1]) as (app, pilot):
-        await charted(pilot)
-        await play(pilot, *["right"] * 6)
-        assert app.dashboard.selected == 5
-        await pilot.resize_terminal(*SIZES[0])
-        await until(pilot, lambda: app.dashboard.selected == 3)
-
-
 async def test_z_zooms_the_selected_chart_and_arrows_read_values_in_it():
     async with driven(app_on(recorded.running())) as (app, pilot):
         await play(pilot, "…gate entropy", "right", "left", "z", "…layer 2")
@@ -154,10 +133,6 @@ def test_the_dashboard_fills_its_height_whatever_it_is(width, height, ranks, ava
     assert height - now.top - now.log >= rows * LEAST_CHART
 
 
-def test_eight_ranks_leave_room_for_four_charts_on_the_smallest_screen():
-    assert (shape(80, 20, 8, 8).charts, shape(80, 18, 8, 8).charts) == (4, 4)
-
-
 @pytest.mark.parametrize("size", [(20, 5), (80, 20), (200, 50)])
 @pytest.mark.parametrize("chart", charts.CATALOG, ids=lambda chart: chart.title)
 def test_a_zoomed_chart_fits_its_size_with_any_number_of_parts(chart, size):
@@ -186,3 +161,19 @@ def test_mean_and_lowest_layer_are_two_curves():
     body = chart_rows(chart, series, (0.0, 60), 40, 6, "braille")[1:]
     drawn = [text_of(row)[8:].strip() != "" for row in body]
     assert drawn == [True, False, False, False, True]
+
+
+def test_eight_ranks_leave_room_for_four_charts_on_the_smallest_screen():
+    assert (shape(80, 20, 8, 8).charts, shape(80, 18, 8, 8).charts) == (4, 4)
+
+
+async def test_charts_whose_series_begin_at_different_times_have_one_time_axis():
+    app = app_on(recorded.running())
+    series = app.feed._open(None).series
+    for second in range(-400, 0, 2):
+        series.add("", NOW + second, {"cpu_pct:0": 96.0, "rss_mib:0": 1240.0})
+    async with driven(app) as (_, pilot):
+        await charted(pilot)
+        shown = [panel for panel in app.dashboard.panels if panel.display]
+        assert len(shown) == 4
+        assert len({panel.window for panel in shown}) == 1

@@ -12,7 +12,6 @@ from console.tui.feed import ScreenData
 from console.tui.rows import text_of, width_of
 from console.tui.widgets.alertline import alert_rows
 from console.tui.widgets.header import header_row
-from console.tui.widgets.ranks import rank_rows
 from tests.console.tui import recorded
 from tests.console.tui.recorded import NOW, header_of, noticed
 
@@ -36,12 +35,6 @@ def test_the_smallest_header_says_how_far_how_fresh_and_what_is_armed(short):
 def test_nothing_is_armed_where_nobody_watches():
     for make in (recorded.unsupervised, recorded.waiting, recorded.crashed):
         assert not any("on stall" in header_of(make(), width) for width in (80, 200))
-
-
-def test_a_further_attempt_is_counted():
-    for width in (80, 120):
-        assert re.search("att(empt)? 2", header_of(recorded.running(attempt=2), width))
-        assert " att" not in header_of(recorded.running(), width)
 
 
 GATE = Gate("no_stall", 0.0, "", "run", "events", "yes", "fail")
@@ -98,15 +91,6 @@ async def test_an_earlier_phase_has_its_own_name_number_and_row(launch):
         assert "flags of sanity, which ended, no phase left" in shown
 
 
-def test_a_plan_that_ended_in_a_later_phase_names_that_phase():
-    phases = recorded.phases(1, "crashed")
-    state = dataclasses.replace(
-        earlier("ended"), launch=recorded.launch("ended", phase=1, phases=phases)
-    )
-    text = " ".join(notice.text for notice in noticed(state))
-    assert "plan ended: plumbing crashed; not started: recall" in text
-
-
 def test_a_halted_run_is_no_alert():
     halted = dataclasses.replace(recorded.crashed(), state="halted", why="H by op")
     assert [notice.level for notice in noticed(halted)] == ["info", "info"]
@@ -122,24 +106,12 @@ def test_the_header_ages_when_nothing_comes():
     assert (worst.level, "has not answered for 30s" in worst.text) == ("crit", True)
 
 
-def test_a_stall_is_as_old_in_the_header_as_at_the_rank_that_stands():
-    (row,) = [text for row in rank_rows(recorded.stalled(), 78, 12)
-              if (text := text_of(row)).startswith("3 ")]  # fmt: skip
-    assert "STALLED 74s" in header_of(recorded.stalled())
-    assert " 74s" in row
-
-
 def test_a_run_that_completed_early_is_no_share_of_its_plan():
     why = 'all ranks done after step 95; reason: "bytes_right reached"'
     state = recorded.running(state="completed", step=95, steps_planned=600, why=why)
     assert "step 95" in header_of(state)
     assert "%" not in header_of(state)
     assert f"completed: {why}" in [notice.text for notice in noticed(state)]
-
-
-def test_a_directory_that_takes_no_writes_is_said():
-    worst = noticed(recorded.running(directory_blocked_s=12.0))[0]
-    assert worst.text == "no write to the run directory has finished for 12s; training continues"
 
 
 @pytest.mark.parametrize("width", [30, 60, 80, 120, 200])
@@ -151,3 +123,14 @@ def test_header_and_alert_fit_any_width(width):
         waits = state.launch is not None and state.launch.state == "waiting"
         word = "WAITING" if waits else state.state.upper()
         assert word in header_of(state, width) or width == 30
+
+
+def test_a_further_attempt_is_counted():
+    for width in (80, 120):
+        assert re.search("att(empt)? 2", header_of(recorded.running(attempt=2), width))
+        assert " att" not in header_of(recorded.running(), width)
+
+
+def test_a_directory_that_takes_no_writes_is_said():
+    worst = noticed(recorded.running(directory_blocked_s=12.0))[0]
+    assert worst.text == "no write to the run directory has finished for 12s; training continues"

@@ -8,11 +8,7 @@ import re
 import sys
 from pathlib import Path
 
-from textual.events import Paste
-
 from console.tui.driver import IGNORED
-from tests.console.tui import recorded
-from tests.console.tui.recorded import app_on, driven, play, see, until
 from tests.terminal import Terminal
 
 ROOT = Path(__file__).parents[3]
@@ -56,15 +52,17 @@ def test_a_large_paste_does_nothing(tmp_path):
     assert not (tmp_path / "artifacts").exists()
 
 
-def test_a_paste_beside_escape_sequences_does_nothing(tmp_path):
-    """A focus event, a colour or the end of a marked paste may come in the same read."""
+def test_a_marked_paste_and_a_paste_beside_a_focus_event_do_nothing(tmp_path):
     with console(tmp_path) as terminal:
         terminal.wait("ready: ")
-        for before in ("\x1b[I", "\x1b[0m", "\x1b[200~hello\x1b[201~"):
+        for before in ("\x1b[I", "\x1b[200~hello\x1b[201~"):
             write(terminal, f"{before}Let it be launched: yes, and then look at the logs")
-            write(terminal, "\x1b[200~Ly\x1b[201~Ly")
+            write(terminal, "\x1b[200~Ly\x1b[201~")
             terminal.wait(IGNORED)
             terminal.settle(1)
+        for part in ("\x1b[200~the end of this paste comes in two reads\x1b[20", "1~"):
+            write(terminal, part)
+            terminal.settle(0.1)
         assert "Launch cpu_smoke?" not in terminal.text
         terminal.press_until("?", "Keys in")
         terminal.play("\x1b[B\x1b[B", "q")
@@ -84,13 +82,3 @@ def test_bytes_that_are_no_text_do_not_end_the_screen(tmp_path):
         terminal.press("q")
         terminal.wait(lambda shown: "Keys in" not in shown)
         terminal.leave()
-
-
-async def test_marked_text_that_no_field_takes_is_counted():
-    async with driven(app_on(recorded.running())) as (app, pilot):
-        app.post_message(Paste("Hy\n" * 7))
-        await see(pilot, "input ignored: 21 characters pasted")
-        assert app.overlay is None
-        await play(pilot, "K", "…type 1-plumbing to continue")
-        app.post_message(Paste("1-plumbing"))
-        await until(pilot, lambda: not app.query_one("#choice0").disabled)

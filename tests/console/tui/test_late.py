@@ -54,7 +54,7 @@ def soon(monkeypatch):
 
 
 async def launch(pilot, app):
-    await play(pilot, "…✓ python", "L")
+    await play(pilot, "…✓ torch", "L")
     await see(pilot, "Launch cpu_smoke?", "y yes")
     await pilot.press("y")
 
@@ -128,21 +128,6 @@ async def test_only_the_result_of_the_newest_check_is_used(tmp_path):
         assert (app.draft.trouble, app.draft.plan.phases[0].flags["NSA_OPT_FUSED"]) == ("", "1")
 
 
-async def test_a_question_is_about_the_options_that_were_checked(tmp_path):
-    asked = Slow()
-    async with driven(app_on(root=tmp_path, actions=asked)) as (app, pilot):
-        await see(pilot, "✓ python")
-        app.draft.flags["NSA_LR"] = "0.5"
-        with pytest.raises(CannotAsk, match="still being checked"):
-            app.draft.question("gpu01")
-        app.draft.flags.clear()
-        asked.go.set()
-        await launch(pilot, app)
-        await until(pilot, lambda: bool(asked.launched))
-        digest = app.draft.prepared.digest
-        assert asked.launched == [dataclasses.replace(app.draft.checked, digest=digest)]
-
-
 WAITS = (
     "import console.settings_file as s, console.tui.background as b, sys, time; "
     "b.request = s.charts = lambda *given: time.sleep(600); "
@@ -207,6 +192,21 @@ def test_a_resume_says_which_flags_of_the_shell_it_uses(begin, monkeypatch):
     assert messages[0] == told
     with pytest.raises(ContractError, match="is already continued by"):
         background.launch(options)
+
+
+async def test_a_question_is_about_the_options_that_were_checked(tmp_path):
+    asked = Slow()
+    async with driven(app_on(root=tmp_path, actions=asked)) as (app, pilot):
+        await see(pilot, "✓ torch")
+        app.draft.flags["NSA_LR"] = "0.5"
+        with pytest.raises(CannotAsk, match="still being checked"):
+            app.draft.question("gpu01")
+        app.draft.flags.clear()
+        asked.go.set()
+        await launch(pilot, app)
+        await until(pilot, lambda: bool(asked.launched))
+        digest = app.draft.prepared.digest
+        assert asked.launched == [dataclasses.replace(app.draft.checked, digest=digest)]
 
 
 async def test_the_answer_to_a_resume_begins_with_its_messages():

@@ -36,16 +36,6 @@ async def test_logs_follow_filter_and_find(logged, size):
         assert "zero line" not in picture(app)
 
 
-async def test_the_last_words_of_a_run_that_is_over_need_no_newline(logged):
-    with (logged / "logs" / "attempt1" / "rank0.log").open("a") as stream:
-        stream.write("last words")
-    async with driven(app_on(recorded.running(state="crashed"), run=logged), SIZES[0]) as (
-        _,
-        pilot,
-    ):
-        await play(pilot, "4", "…last words")
-
-
 HOSTILE_LINES = (
     "漢字" * 90, "e\u0301" * 200, "👩‍👩‍👧" * 40, "\x1b]0;title\x07\x1b[2J\x1b[31mred",
     "\x9b31m\x90q\x9c", "tab\there\rback", "\u202eright to left", "\u200b" * 300,
@@ -88,3 +78,13 @@ async def test_what_is_held_in_the_log_stays_when_lines_come(logged):
         await until(pilot, lambda: "later 0 " in f"{lines(app)[3]} ")
         assert "[all]  r0" in lines(app)[2]
         assert "r1" not in lines(app)[2]
+
+
+async def test_the_last_words_of_a_run_that_is_over_need_no_newline(logged):
+    with (logged / "logs" / "attempt1" / "rank0.log").open("a") as stream:
+        stream.write("last words")
+    async with driven(app_on(recorded.running(state="crashed"), run=logged), SIZES[0]) as (
+        _,
+        pilot,
+    ):
+        await play(pilot, "4", "…last words")

@@ -10,11 +10,8 @@ from pathlib import Path
 import pytest
 
 from console.model import Alert, Gate, Verdict
-from console.sources import launches
-from console.sources.launches import launch_id
 from console.sources.run import RunSource
 from console.supervisor import lock
-from console.tui import feed
 from console.tui.confirmations import CannotAsk
 from console.tui.keys import KEYS
 from console.tui.rows import text_of
@@ -23,7 +20,6 @@ from console.tui.widgets.figures import figure_rows
 from tests.console.sources import directory
 from tests.console.tui import recorded
 from tests.console.tui.recorded import NOW, SIZES, Asked, app_on, driven, play, until
-from trainers.contract.errors import NotFoundError
 
 AGAIN = "stopped: 81 s in forward on rank 1: the ranks step again"
 STOPPED = {
@@ -60,24 +56,6 @@ def test_a_new_stall_is_not_described_by_the_last_one():
     assert "diagnosis in progress" in text_of(rows[0])
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [{"end_ts": 1e20}, {"end_ts": -1e20}, {"ts": -1e20}, {"ts": float("inf")}],
-    ids=str,
-)
-def test_a_verdict_whose_times_are_no_dates_is_shown(changed):
-    last = Verdict(**(STOPPED | changed))
-    rows = verdict_rows(recorded.running(), 80, 5, NOW, last)
-    assert "last stall: " in text_of(rows[0])
-
-
-def test_a_past_verdict_without_an_action_keeps_its_sentence():
-    sentence = "rank 1 waits in forward; rank 0 is ahead; no source names a cause"
-    last = Verdict(**(STOPPED | {"sentence": sentence, "action": ""}))
-    rows = verdict_rows(recorded.running(), 120, 5, NOW, last)
-    assert sentence in " ".join(" ".join(map(text_of, rows)).split())
-
-
 def test_the_number_of_stalls_is_a_figure_once_there_was_one(tmp_path):
     run = directory.run(tmp_path / "0-first")
     assert "stalls" not in RunSource(run).poll().figures
@@ -88,47 +66,6 @@ def test_the_number_of_stalls_is_a_figure_once_there_was_one(tmp_path):
     assert [text_of(row).split()[:2] for row in figure_rows(state, 28, 5, NOW)][1:] == [
         ["stalls", "1"]
     ]
-
-
-def test_the_number_of_stalls_is_as_new_as_the_data_and_not_as_old_as_a_stall(tmp_path):
-    run = directory.run(tmp_path / "0-first")
-    directory.event(run, "alert", alert="stall", ts=time.time() - 7500)
-    directory.beat(run, 0, 5, loss=2.0)
-    figures = RunSource(run).poll().figures
-    assert figures["stalls"].at == figures["loss"].at > time.time() - 60
-
-
-async def test_an_alert_of_a_moved_directory_says_first_what_to_do_and_no_action_promises_more(
-    tmp_path,
-):
-    path = tmp_path / "artifacts" / "tiny_cpu" / "20261126-215130"
-    path.mkdir(parents=True)
-    fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT)
-    lock.claim(fd, "tiny_cpu", "op")
-    held = lock.LaunchLock(path, fd)
-    path.rename(tmp_path / "away")
-    text = held.lost()
-    os.close(fd)
-    alert = Alert("own-directory", NOW, "crit", text)
-    state = recorded.running(alerts=(alert,))
-    for size in ((80, 24), (60, 20)):
-        async with driven(app_on(state), size) as (app, pilot):
-            await play(pilot, f"…kill -TERM {os.getpid()}")
-            await play(pilot, "H", "…✗ stop the run with kill -TERM")
-            assert "all work" not in recorded.picture(app)
-    for key in "dump", "halt", "stop", "checkpoint":
-        with pytest.raises(CannotAsk, match=f"kill -TERM {os.getpid()}"):
-            KEYS[key].question(state)
-
-
-def test_a_path_without_a_run_suggests_no_other_run(tmp_path):
-    directory.launch(tmp_path)
-    for name in (str(tmp_path / "plan" / "20261121-060500"), "artifacts/plan/20261121-060500"):
-        with pytest.raises(NotFoundError) as found:
-            launches.find(name, tmp_path)
-        assert "moved or removed" in str(found.value)
-        assert "known" not in str(found.value)
-        assert "did you mean" not in str(found.value)
 
 
 def ended(**given):
@@ -165,12 +102,8 @@ async def test_both_questions_name_the_checkpoint_from_which_a_resume_would_cont
     assert facts["begins"] == f"sanity at step 1, {unused}"
 
 
-async def test_both_questions_name_the_flags_of_the_shell(tmp_path, monkeypatch):
+async def test_a_launch_names_the_flags_of_the_shell(tmp_path, monkeypatch):
     monkeypatch.setenv("NSA_LR", "0.5")
-    told = "has NSA_LR=0.5; the answer names each value that differs"
-    assert dict(KEYS["adopt"].question(ended()).facts)["shell"] == told
-    same = ended(environment={"NSA_LR": "0.5"})
-    assert "shell" not in dict(KEYS["adopt"].question(same).facts)
     async with driven(app_on(root=tmp_path)) as (app, pilot):
         app.draft.flags["NSA_OPT_FUSED"] = "0"
         await pilot.press("2")
@@ -195,24 +128,56 @@ def test_r_offers_no_resume_that_would_be_rejected_or_begin_again(changed):
         assert "new supervisor" in KEYS["adopt"].question(state).title
 
 
-async def test_the_question_of_a_new_launch_says_that_it_does_not_resume(tmp_path):
-    async with driven(app_on(ended(), root=tmp_path)) as (app, pilot):
-        await pilot.press("2")
-        await until(pilot, lambda: app.draft.is_checked)
-        await play(pilot, "L", "…Launch cpu_smoke?", "…sanity at step 1, without the checkpoint")
+async def test_a_key_that_can_change_no_flag_says_so_before_anything_is_typed():
+    last = recorded.running(launch=recorded.launch(phase=2, phases=recorded.phases(2)))
+    async with driven(app_on(last)) as (app, pilot):
+        await play(pilot, "2", "…no phase left", "enter", "…has no next phase")
+        assert app.overlay is None
+        await play(pilot, "1", "…now ──")
+        assert "has no next phase" not in recorded.picture(app)
+    async with driven(app_on(recorded.crashed())) as (app, pilot):
+        await play(pilot, "2", "…✓ torch", "v", "…v works only while a launch runs")
 
 
-async def test_another_launch_that_runs_is_the_first_alert_of_an_ended_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(feed, "SEARCH_S", 0.2)
-    async with driven(app_on(ended(), root=tmp_path)) as (app, pilot):
-        assert recorded.lines(app)[1].startswith("! CRIT crashed")
-        live = directory.launch(tmp_path)
-        await until(pilot, lambda: launch_id(live) in recorded.lines(app)[1])
-        assert "another launch runs: " in recorded.lines(app)[1]
-        assert "o opens it" in recorded.lines(app)[1]
-        await play(pilot, "a", "…! CRIT crashed")
-    async with driven(app_on(recorded.running(), root=tmp_path)) as (app, _):
-        assert "another launch" not in recorded.picture(app)
+def test_a_past_verdict_without_an_action_keeps_its_sentence():
+    sentence = "rank 1 waits in forward; rank 0 is ahead; no source names a cause"
+    last = Verdict(**(STOPPED | {"sentence": sentence, "action": ""}))
+    rows = verdict_rows(recorded.running(), 120, 5, NOW, last)
+    assert sentence in " ".join(" ".join(map(text_of, rows)).split())
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"end_ts": 1e20}, {"end_ts": -1e20}, {"ts": -1e20}, {"ts": float("inf")}],
+    ids=str,
+)
+def test_a_verdict_whose_times_are_no_dates_is_shown(changed):
+    last = Verdict(**(STOPPED | changed))
+    rows = verdict_rows(recorded.running(), 80, 5, NOW, last)
+    assert "last stall: " in text_of(rows[0])
+
+
+async def test_an_alert_of_a_moved_directory_says_first_what_to_do_and_no_action_promises_more(
+    tmp_path,
+):
+    path = tmp_path / "artifacts" / "tiny_cpu" / "20261126-215130"
+    path.mkdir(parents=True)
+    fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT)
+    lock.claim(fd, "tiny_cpu", "op")
+    held = lock.LaunchLock(path, fd)
+    path.rename(tmp_path / "away")
+    text = held.lost()
+    os.close(fd)
+    alert = Alert("own-directory", NOW, "crit", text)
+    state = recorded.running(alerts=(alert,))
+    for size in ((80, 24), (60, 20)):
+        async with driven(app_on(state), size) as (app, pilot):
+            await play(pilot, f"…kill -TERM {os.getpid()}")
+            await play(pilot, "H", "…✗ stop the run with kill -TERM")
+            assert "all work" not in recorded.picture(app)
+    for key in "dump", "halt", "stop", "checkpoint":
+        with pytest.raises(CannotAsk, match=f"kill -TERM {os.getpid()}"):
+            KEYS[key].question(state)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
@@ -232,20 +197,9 @@ async def test_an_ended_launch_whose_plan_has_no_file_shows_its_own_phases_and_g
         await play(pilot, "…plan cpu_smoke", "…gates of " + held.id)
 
 
-async def test_a_key_that_can_change_no_flag_says_so_before_anything_is_typed():
-    last = recorded.running(launch=recorded.launch(phase=2, phases=recorded.phases(2)))
-    async with driven(app_on(last)) as (app, pilot):
-        await play(pilot, "2", "…no phase left", "enter", "…has no next phase")
-        assert app.overlay is None
-        await play(pilot, "1", "…now ──")
-        assert "has no next phase" not in recorded.picture(app)
-    async with driven(app_on(recorded.crashed())) as (app, pilot):
-        await play(pilot, "2", "…✓ python", "v", "…v works only while a launch runs")
-
-
-async def test_the_checks_below_gates_use_all_lines_of_the_view(tmp_path):
-    gates = tuple(Gate(f"gate{n}", 1.0, "", "run", "x", "yes", "pass") for n in range(3))
-    async with driven(app_on(ended(gates=gates), root=tmp_path), (120, 40)) as (app, pilot):
-        await play(pilot, "2", "…✓ python")
-        await recorded.settled(pilot)
-        assert recorded.lines(app)[-3].strip(), recorded.picture(app)
+def test_the_number_of_stalls_is_as_new_as_the_data_and_not_as_old_as_a_stall(tmp_path):
+    run = directory.run(tmp_path / "0-first")
+    directory.event(run, "alert", alert="stall", ts=time.time() - 7500)
+    directory.beat(run, 0, 5, loss=2.0)
+    figures = RunSource(run).poll().figures
+    assert figures["stalls"].at == figures["loss"].at > time.time() - 60

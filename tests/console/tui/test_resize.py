@@ -53,17 +53,6 @@ async def test_a_resize_and_back_leaves_each_overlay_as_it_was(name):
         assert lines(app)[1:] == before
 
 
-async def test_an_overlay_that_was_opened_in_a_small_terminal_is_whole_in_a_large_one():
-    async with driven(app_on(LONG), (80, 24)) as (app, pilot):
-        await play(pilot, "?", "…Keys in")
-        large = lines(app)
-        await pilot.press("escape")
-        await resized(pilot, 30, 10)
-        await play(pilot, "?", "…Keys in")
-        await resized(pilot, 80, 24)
-        assert lines(app)[3:] == large[3:]
-
-
 @pytest.mark.parametrize("keys", [("y",), ("tab", "enter")])
 @pytest.mark.parametrize("size", [(4, 24), (20, 24), (80, 5)])
 async def test_a_question_that_cannot_be_read_starts_no_action_and_says_why(size, keys):
@@ -81,12 +70,6 @@ async def test_a_question_that_cannot_be_read_starts_no_action_and_says_why(size
         assert "y yes   n no" in picture(app)
         await pilot.press("y")
         await until(pilot, lambda: len(asked.sent) == 1)
-
-
-async def test_a_question_that_opens_in_a_small_terminal_has_no_hint_of_yes():
-    async with driven(app_on(LONG), (80, 6)) as (_, pilot):
-        await play(pilot, "H", "…too small")
-        assert "y yes" not in await settled(pilot)
 
 
 @pytest.mark.parametrize("width", [30, 47, 80])

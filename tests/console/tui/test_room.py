@@ -8,13 +8,11 @@ import time
 
 import pytest
 
-from console.model import Alert, Gate, PhaseState
+from console.model import Alert, Gate
 from console.plans.case import Check
-from console.tui import chartmath
-from console.tui.rows import clip, text_of
+from console.tui.rows import text_of
 from console.tui.views.stall import rank_rows as stall_rows
-from console.tui.widgets.chooser import ChartList, entries
-from console.tui.widgets.keylist import Commands
+from console.tui.widgets.chooser import entries
 from console.tui.widgets.lines import WHOLE, Panel
 from console.tui.widgets.phases import check_rows, phase_rows
 from console.tui.widgets.ranks import rank_rows
@@ -27,13 +25,10 @@ from tests.console.tui.recorded import (
     charted,
     driven,
     lines,
-    picture,
     play,
     see,
     settled,
-    until,
 )
-from trainers.contract.flags import FLAGS
 
 LONG = " ".join(["a sign with very many words,"] * 9)
 SIGNS = tuple(f"sign {number} of the stall" for number in range(5))
@@ -105,58 +100,10 @@ def test_a_long_check_is_cut_in_its_panel_and_whole_in_the_zoom():
     assert sum(row.count("数") for row in wide) == 60
 
 
-async def test_z_on_launch_shows_the_help_of_every_flag():
-    async with driven(app_on(recorded.waiting())) as (_, pilot):
-        await play(pilot, "2", "…command of phase 1-plumbing", "z", "G")
-        name, flag = list(FLAGS.items())[-1]
-        await see(pilot, name, flag.key.help.split()[-1], "esc closes")
-
-
-async def test_the_zoom_of_launch_has_the_gates_of_an_ended_run_in_full():
-    gate = Gate("loss_falls", 0.4, "nats", "run", "heartbeat", f"≥ {LONG} end of it", "fail")
-    async with driven(app_on(dataclasses.replace(recorded.crashed(), gates=(gate,)))) as (
-        app,
-        pilot,
-    ):
-        await play(pilot, "2", "…, which ended")
-        for height, whole in ((9, False), (WHOLE, True)):
-            panels = app.query_one("#launch").query(Panel)
-            rows = [text_of(row) for p in panels for row in p.rows(app.snapshot, 80, height)]
-            assert ("end of it" in " ".join(" ".join(rows).split())) == whole
-
-
 async def test_the_span_keys_go_on_from_the_span_that_is_shown():
     async with driven(app_on(recorded.running())) as (_, pilot):
         assert re.search("utilisation CPU % 2m", await charted(pilot))
         await play(pilot, "]", "…utilisation CPU % 5m", "[", "[", "…utilisation CPU % 1m")
-
-
-def test_a_span_that_the_operator_chose_ends_soon_after_now():
-    start, span = chartmath.window(NOW - 60, NOW, 1800)
-    assert (span, start <= NOW - 60, NOW <= start + span <= NOW + span / 4) == (1800, True, True)
-    assert chartmath.window(NOW - 20, NOW) == (NOW - 20, 60)
-
-
-async def test_the_list_of_charts_marks_those_that_have_no_room():
-    async with driven(app_on(recorded.running())) as (app, pilot):
-        await charted(pilot)
-        await pilot.press("c")
-        await until(pilot, lambda: isinstance(app.overlay, ChartList))
-        await see(pilot, "space shows or hides")
-        marked = [re.search(r"(\d) +.*no room", line) for line in lines(app)]
-        assert [found[1] for found in marked if found] == ["5", "6"], picture(app)
-
-
-async def test_a_run_that_ended_offers_no_dump():
-    async with driven(app_on(recorded.crashed())) as (app, pilot):
-        await play(pilot, "3", "…no dump of this run")
-        assert "D dumps" not in picture(app)
-
-
-def test_a_long_name_of_a_phase_is_not_cut_where_there_is_room():
-    phases = [PhaseState(i, "gc-6-plateau", "", "later", "", "", None, 100, None, None, "")
-              for i in range(13)]  # fmt: skip
-    assert "12-gc-6-plateau later" in text_of(phase_rows(phases, 0, "ask", 59, 30, NOW)[-1])
 
 
 @pytest.mark.parametrize("why", ["short", f"{LONG} end of it"])
@@ -181,39 +128,6 @@ def test_the_list_of_launches_says_how_each_one_ended(tmp_path, state, result, s
     assert re.match(rf"{says}.*3m ago$", entries(tmp_path)[0].text), entries(tmp_path)[0].text
 
 
-async def test_gates_of_an_earlier_run_name_that_run_once_another_plan_is_chosen(tmp_path):
-    state = dataclasses.replace(recorded.gates_failed(), launch=recorded.launch("ended"))
-    async with driven(app_on(state, root=tmp_path)) as (app, pilot):
-        await play(pilot, "2", "…gates of plumbing, which ended")
-        app.draft.choose("cpu_validation")
-        await see(pilot, f"gates of {state.id}, which ended")
-
-
-async def test_the_first_picture_of_the_ranks_is_whole():
-    app = app_on(recorded.running(8, True))
-    drawn = []
-
-    shows = app.dashboard.take
-
-    def take(snapshot):
-        shows(snapshot)
-        drawn.append([text_of(row) for row in app.query_one("#ranks").shown])
-
-    app.dashboard.take = take
-    async with driven(app) as (_, pilot):
-        await settled(pilot)
-    assert all(rows[0].startswith("GPU") for rows in drawn), drawn
-
-
-async def test_the_first_picture_of_the_palette_marks_what_it_cuts():
-    async with driven(app_on(recorded.running())):
-        commands = Commands("dashboard")
-        list(commands.compose())
-        first = [text_of(clip(row, 80)) for row in commands.list.shown]
-    assert max(map(len, first)) == 80
-    assert any(row.endswith("…") for row in first)
-
-
 async def test_a_screen_that_is_too_small_for_charts_has_the_whole_alert_figures_and_the_log(
     tmp_path,
 ):
@@ -231,3 +145,24 @@ async def test_a_screen_that_is_too_small_for_charts_has_the_whole_alert_figures
         shown = await settled(pilot)
         assert said in " ".join(shown.replace("3 diagnose  A ack", "").split())
         assert "" not in [line.strip() for line in lines(app)[:16]]
+
+
+async def test_gates_of_an_earlier_run_name_that_run_once_another_plan_is_chosen(tmp_path):
+    state = dataclasses.replace(recorded.gates_failed(), launch=recorded.launch("ended"))
+    async with driven(app_on(state, root=tmp_path)) as (app, pilot):
+        await play(pilot, "2", "…gates of plumbing, which ended")
+        app.draft.choose("cpu_validation")
+        await see(pilot, f"gates of {state.id}, which ended")
+
+
+async def test_the_zoom_of_launch_has_the_gates_of_an_ended_run_in_full():
+    gate = Gate("loss_falls", 0.4, "nats", "run", "heartbeat", f"≥ {LONG} end of it", "fail")
+    async with driven(app_on(dataclasses.replace(recorded.crashed(), gates=(gate,)))) as (
+        app,
+        pilot,
+    ):
+        await play(pilot, "2", "…, which ended")
+        for height, whole in ((9, False), (WHOLE, True)):
+            panels = app.query_one("#launch").query(Panel)
+            rows = [text_of(row) for p in panels for row in p.rows(app.snapshot, 80, height)]
+            assert ("end of it" in " ".join(" ".join(rows).split())) == whole

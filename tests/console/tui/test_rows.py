@@ -9,10 +9,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from console.tui import chartmath, rows, styles
 from console.tui import format as fmt
+from console.tui import rows, styles
 from console.tui.terminal import Terminal, detect
-from console.tui.widgets.chart import LABEL, Chart, chart_rows, scale_label
+from console.tui.widgets.chart import LABEL, scale_label
 
 visible = st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Mn", "Me", "Cf"))
 texts = st.text(visible, max_size=60)
@@ -78,17 +78,6 @@ def test_an_axis_label_fits_the_room_beside_the_chart(value, unit):
     assert len(scale_label(value, unit)) <= LABEL
 
 
-@pytest.mark.parametrize(
-    ("mib", "says"), [((492.0, 492.3), "492M each"), ((410.0, 2048.0), "410M to 2.0G")]
-)
-def test_the_chart_of_several_series_says_what_each_is_at(mib, says):
-    names = ("rss_mib:0", "rss_mib:1")
-    series = {name: ((0.0, 1.0), (9.0, value)) for name, value in zip(names, mib, strict=True)}
-    chart = Chart("memory", names, "GiB", True, 1024.0)
-    title = chart_rows(chart, series, chartmath.window(0.0, 9.0), 40, 6, "braille")[0]
-    assert rows.text_of(title).endswith(says)
-
-
 @given(st.floats())
 def test_no_number_breaks_a_format(value):
     for text in (fmt.short(value), fmt.age(value), fmt.eta(value), fmt.whole(value, "W"),
@@ -115,14 +104,14 @@ def test_terminals_without_utf8_or_cursor_control_are_known():
     assert detect({"TERM": "xterm", "LANG": "de_DE.UTF-8"}, None) == Terminal(mouse=True)
 
 
-def test_plain_text_keeps_the_sign_of_a_bound():
-    with patch.object(styles, "ascii_only", True):
-        assert styles.drawn("≥ 3 · ≤ 70 % · a ÷ b") == "> 3 . < 70 % . a / b"
-
-
 @given(texts)
 def test_plain_text_is_ascii_and_as_long(text):
     with patch.object(styles, "ascii_only", True):
         plain = styles.drawn(text)
     assert plain.isascii()
     assert len(plain) == len(text)
+
+
+def test_plain_text_keeps_the_sign_of_a_bound():
+    with patch.object(styles, "ascii_only", True):
+        assert styles.drawn("≥ 3 · ≤ 70 % · a ÷ b") == "> 3 . < 70 % . a / b"

@@ -70,37 +70,6 @@ def test_a_live_run_without_data_has_not_ended(state, says):
     assert says in row
 
 
-def test_data_of_a_time_in_the_future_have_no_age():
-    rank = recorded.rank(0)
-    rank = dataclasses.replace(rank, pulse=dataclasses.replace(rank.pulse, age_s=None))
-    run = recorded.running(ranks=(rank,), data_age_s=None)
-    row = text_of(header_row(ScreenData(0.0, NOW, run), 120))
-    assert "age of data unknown" in row
-
-
-def test_of_a_rank_that_ended_in_a_live_run_nothing_counts_on():
-    ended = recorded.rank(1, False, exit="exit 0", state="gone", since_s=70.0, age_s=70.0)
-    rows = texts(rank_rows(recorded.running(ranks=(recorded.rank(0, False), ended)), 100, 9))
-    assert "70s" not in rows[2]
-    assert "97%" not in rows[2]
-    assert "97%" in rows[1]
-
-
-@pytest.mark.parametrize("count", [0, None])
-def test_a_program_that_counts_no_collectives_shows_a_dash(count):
-    rank = recorded.rank(0, False)
-    rank = dataclasses.replace(rank, pulse=dataclasses.replace(rank.pulse, collectives=count))
-    state = recorded.running(ranks=(rank,))
-    at = heading(state).index("coll.")
-    assert texts(stall_rows(state, {}, 100, NOW))[0][at : at + 6].strip() == "–"
-
-
-def test_a_rank_without_a_pulse_has_no_step_no_phase_and_no_time():
-    for width in (50, 100):
-        state = recorded.running(ranks=(recorded.rank(0, False, pulse=None),))
-        assert re.search(r"1\.2 ?Gi?B? +– +– +– ", texts(rank_rows(state, width, 9))[1])
-
-
 def test_a_rank_without_samples_has_dashes():
     rank = recorded.rank(0, False, cpu_pct=None, rss_mib=None)
     assert "0%" not in texts(rank_rows(recorded.running(ranks=(rank,)), 100, 9))[1]
@@ -135,13 +104,6 @@ def test_the_entropy_of_a_gate_that_collapses_has_its_lowest_layer(width):
     assert "entropy       0.931 min 0.04" in rows
 
 
-def test_the_mfu_says_which_formula_it_is():
-    shares = {"mfu": Figure(0.41, "share", "", NOW), "mfu_exact": Figure(0.077, "share", "", NOW)}
-    state = recorded.running(figures=recorded.figures() | shares)
-    rows = [text_of(row) for row in figure_rows(state, 40, 12, NOW)]
-    assert "MFU 6ND      41.0 % exact 7.7 %" in rows
-
-
 @pytest.mark.parametrize(("skipped", "shown"), [(0.0, False), (1.0, True)])
 def test_skipped_steps_are_shown_in_the_few_rows_of_a_small_screen(skipped, shown):
     figures = recorded.figures() | {"skipped_steps": Figure(skipped, "steps", "this run", NOW)}
@@ -169,3 +131,33 @@ def test_speed_and_step_time_name_their_windows(width):
     speed, step_time = [text_of(row) for row in rows][1:3]
     assert "last 5" in speed
     assert "last 200" in step_time
+
+
+def test_of_a_rank_that_ended_in_a_live_run_nothing_counts_on():
+    ended = recorded.rank(1, False, exit="exit 0", state="gone", since_s=70.0, age_s=70.0)
+    rows = texts(rank_rows(recorded.running(ranks=(recorded.rank(0, False), ended)), 100, 9))
+    assert "70s" not in rows[2]
+    assert "97%" not in rows[2]
+    assert "97%" in rows[1]
+
+
+@pytest.mark.parametrize("count", [0, None])
+def test_a_program_that_counts_no_collectives_shows_a_dash(count):
+    rank = recorded.rank(0, False)
+    rank = dataclasses.replace(rank, pulse=dataclasses.replace(rank.pulse, collectives=count))
+    state = recorded.running(ranks=(rank,))
+    at = heading(state).index("coll.")
+    assert texts(stall_rows(state, {}, 100, NOW))[0][at : at + 6].strip() == "–"
+
+
+def test_a_rank_without_a_pulse_has_no_step_no_phase_and_no_time():
+    for width in (50, 100):
+        state = recorded.running(ranks=(recorded.rank(0, False, pulse=None),))
+        assert re.search(r"1\.2 ?Gi?B? +– +– +– ", texts(rank_rows(state, width, 9))[1])
+
+
+def test_the_mfu_says_which_formula_it_is():
+    shares = {"mfu": Figure(0.41, "share", "", NOW), "mfu_exact": Figure(0.077, "share", "", NOW)}
+    state = recorded.running(figures=recorded.figures() | shares)
+    rows = [text_of(row) for row in figure_rows(state, 40, 12, NOW)]
+    assert "MFU 6ND      41.0 % exact 7.7 %" in rows

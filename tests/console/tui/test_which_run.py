@@ -26,28 +26,6 @@ def other():
     return replace(found, id=f"{launch.id}/0-train", path=f"{OTHER}/0-train", launch=launch)
 
 
-async def test_another_run_resumes_a_paused_display():
-    app = app_on(recorded.running(8, True))
-    first, second = recorded.Recorded(recorded.running(8, True)), recorded.Recorded(other())
-    app.feed._open = lambda path: second if str(path) == OTHER else first
-    async with driven(app) as (_, pilot):
-        await pilot.press("p")
-        await until(pilot, lambda: "paused" in lines(app)[0])
-        app._choose(Entry("launch", "other", "", Path(OTHER)))
-        await until(pilot, lambda: app.snapshot.state.path.startswith(OTHER))
-        await until(pilot, lambda: app.view.snapshot is app.snapshot)
-        assert "paused" not in lines(app)[0]
-
-
-def test_a_plan_that_is_chosen_again_during_its_check_is_not_checked_yet(tmp_path):
-    draft = Draft("cpu_smoke", tmp_path)
-    draft.take(draft.options(), object(), "")
-    draft.choose("cpu_validation")
-    draft.choose("cpu_smoke")
-    with pytest.raises(CannotAsk, match="still being checked"):
-        draft.question("gpu01")
-
-
 async def test_a_flag_that_has_its_planned_value_again_is_not_changed(tmp_path):
     async with driven(app_on(root=tmp_path)) as (app, pilot):
         await pilot.press("2")
@@ -86,3 +64,25 @@ async def test_a_key_that_is_pressed_twice_at_once_sends_one_request():
         await until(pilot, lambda: bool(asked.sent))
         await asyncio.sleep(0.2)
         assert len(asked.sent) == 1, picture(app)
+
+
+async def test_another_run_resumes_a_paused_display():
+    app = app_on(recorded.running(8, True))
+    first, second = recorded.Recorded(recorded.running(8, True)), recorded.Recorded(other())
+    app.feed._open = lambda path: second if str(path) == OTHER else first
+    async with driven(app) as (_, pilot):
+        await pilot.press("p")
+        await until(pilot, lambda: "paused" in lines(app)[0])
+        app._choose(Entry("launch", "other", "", Path(OTHER)))
+        await until(pilot, lambda: app.snapshot.state.path.startswith(OTHER))
+        await until(pilot, lambda: app.view.snapshot is app.snapshot)
+        assert "paused" not in lines(app)[0]
+
+
+def test_a_plan_that_is_chosen_again_during_its_check_is_not_checked_yet(tmp_path):
+    draft = Draft("cpu_smoke", tmp_path)
+    draft.take(draft.options(), None, "")
+    draft.choose("cpu_validation")
+    draft.choose("cpu_smoke")
+    with pytest.raises(CannotAsk, match="still being checked"):
+        draft.question("gpu01")
