@@ -6,7 +6,6 @@ supervisor is dead. The row `end-leftovers` of docs/decisions.md lists the sourc
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,6 @@ from pathlib import Path
 from console.plans.host_checks import unsupervised
 from console.sources import liveness, process
 from console.sources.sanitize import clean
-from console.supervisor import lock
 from trainers.contract import environ, jsonl, rundir
 
 GRACE_S, KILLED_S, POLL_S = 30.0, 2.0, 0.05
@@ -71,16 +69,8 @@ def _why_not(run: Path, token: str) -> str:
 def end(found: Sequence[Leftover]) -> Iterator[str]:
     """Sends TERM, and KILL after `GRACE_S`; yields a sentence on each process.
 
-    A process whose run was adopted after `found` was collected gets no signal. While this function
-    runs, a launch that has a lock file cannot be adopted.
+    A process whose run was adopted after `found` was collected gets no signal.
     """
-    with contextlib.ExitStack() as locks:
-        for launch in {each.run.parent for each in found}:
-            locks.enter_context(lock.keep_free(launch))
-        yield from _end(found)
-
-
-def _end(found: Sequence[Leftover]) -> Iterator[str]:
     living = list(found)
     for number, limit_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, KILLED_S)):
         for each in living:

@@ -102,7 +102,6 @@ TABLE: tuple[Decision, ...] = (
                "for these figures, if no other rank records them: training.csv;",
                "for the loss of a run with one rank, if training.csv has no loss: the pulse;",
                "for throughput: the pace of the steps by the clock of this host;",
-               "for growth of memory: the available memory of the host, which falls;",
                "for memory in use and disk of the host: no other source, because the kernel of "
                "this host measures these figures.")),
              "Only an alert is raised.", "Only an alert is raised."),

@@ -1,12 +1,17 @@
-"""Settings of all tests: generated examples, the order of the files, and skipped tests."""
+"""What all tests share: generated examples, the order of the files, skipped tests, launches."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from tests.launches import Begin
 
 settings.register_profile(
     "ci",
@@ -40,3 +45,13 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device; none on this machine"))
         if item.get_closest_marker("slow") and not item.config.getoption("-m"):
             item.add_marker(pytest.mark.skip(reason="full suite only: pytest -m slow"))
+
+
+@pytest.fixture(scope="module")
+def begin(tmp_path_factory) -> Iterator[Begin]:
+    """Starts real launches; they end with the module."""
+    from tests.launches import Begin  # not for tests without launches
+
+    launches = Begin(tmp_path_factory)
+    yield launches
+    launches.clean()

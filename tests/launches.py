@@ -21,6 +21,8 @@ from console import actions
 from console.sources import process
 from trainers.contract import rundir
 
+ROOT = Path(__file__).parents[1]
+CONSOLE = [sys.executable, "-m", "console"]
 PROGRAMS = Path(__file__).with_name("programs")
 STUB: Mapping[str, str] = {"PYTHONPATH": str(PROGRAMS / "stub")}
 """Replaces torch's torchrun by a small one, for programs that need no torch."""
@@ -46,6 +48,15 @@ def wait_for(
         if time.monotonic() >= deadline:
             raise AssertionError(f"not reached in {timeout_s:g} s: {told()}")
         time.sleep(every_s)
+
+
+def console(*words: object, env: Mapping[str, str] | None = None) -> tuple[int, str, str]:
+    """Runs `nsa-console` in its own process; returns exit code, output and errors."""
+    done = subprocess.run(
+        [*CONSOLE, *map(str, words)], cwd=ROOT, text=True, capture_output=True,
+        timeout=HANG_GUARD_S, env={**os.environ, **(env or {})},
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
 
 
 def records(path: Path) -> list[dict[str, Any]]:
@@ -250,7 +261,11 @@ class Begin:
         shell: Mapping[str, str] | None = None, **plan: Any,
     ) -> Started:  # fmt: skip
         """Launches a plan of these phases; the launcher's shell exports the variables `shell`."""
-        options = self.options(*phases, root=root, **plan)
+        return self.launch(self.options(*phases, root=root, **plan), shell)
+
+    def launch(
+        self, options: actions.LaunchOptions, shell: Mapping[str, str] | None = None
+    ) -> Started:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in (shell or {}).items():
                 patch.setenv(name, value)

@@ -35,11 +35,11 @@ def ext4(folder: Path, mib: int) -> Iterator[Path]:
 
 
 @contextmanager
-def tmpfs(folder: Path, mib: int) -> Iterator[Path]:
+def tmpfs(folder: Path, mib: int, mode: str = "rw") -> Iterator[Path]:
     """Yields a file system of this size in memory, then unmounts it; else skips the test."""
     mount = folder / "tmpfs"
     mount.mkdir()
-    words = ["mount", "-t", "tmpfs", "-o", f"size={mib}m,mode=0700", "tmpfs", str(mount)]
+    words = ["mount", "-t", "tmpfs", "-o", f"{mode},size={mib}m,mode=0700", "tmpfs", str(mount)]
     if os.geteuid() != 0 or subprocess.run(words, capture_output=True).returncode != 0:
         pytest.skip("needs root and a small tmpfs")
     try:

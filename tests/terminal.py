@@ -67,20 +67,21 @@ class Terminal:
         self.screen.resize(rows, columns)
         fcntl.ioctl(self.fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
-    def pump(self, seconds: float = 0.05) -> None:
-        """Reads some output of the program, and draws it on the emulated screen."""
-        ready, _, _ = select.select([self.fd], [], [], seconds)
-        if not ready:
-            return
+    def read(self, seconds: float) -> bytes:
+        """Returns output of the program, or nothing if none comes in time or the program ended."""
+        if not select.select([self.fd], [], [], seconds)[0]:
+            return b""
         try:
             data = os.read(self.fd, 65536)
         except BlockingIOError:
-            return
+            return b""
         except OSError:
             data = b""
-        if not data:
-            self.closed = True
-            return
+        self.closed = not data
+        return data
+
+    def draw(self, data: bytes) -> None:
+        """Draws output of the program on the emulated screen."""
         self.received += len(data)
         self.raw = (self.raw + data)[-KEPT_BYTES:]
         # A sequence may be cut by the end of a read.
@@ -91,6 +92,11 @@ class Terminal:
         cut = UNFINISHED.search(data)
         self._carry, data = (data[cut.start() :], data[: cut.start()]) if cut else (b"", data)
         self._stream.feed(QUERIES.sub(b"", data))
+
+    def pump(self, seconds: float = 0.05) -> None:
+        """Reads some output of the program, and draws it on the emulated screen."""
+        if data := self.read(seconds):
+            self.draw(data)
 
     @property
     def text(self) -> str:

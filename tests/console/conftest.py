@@ -1,25 +1,15 @@
-"""Real launches, and a directory on a file system that does not answer."""
+"""A directory on a file system that does not answer."""
 
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
 
 import pytest
 
 from tests.console.sources import directory
-from tests.launches import Begin
 from tests.mounts import ext4
 
 LONGEST_FROZEN_S = 120
-
-
-@pytest.fixture(scope="module")
-def begin(tmp_path_factory) -> Iterator[Begin]:
-    """Starts real launches; they end with the module."""
-    launches = Begin(tmp_path_factory)
-    yield launches
-    launches.clean()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -17,7 +16,6 @@ from console.model import LaunchState, PhaseState
 from console.sources import process
 from console.sources.run import RunSource
 from tests.console.sources import directory
-from tests.console.tui import recorded
 from tests.faults.scene import console as nsa_console
 from tests.launches import HANG_GUARD_S
 from trainers.contract import rundir
@@ -72,11 +70,6 @@ def test_the_exit_code_says_how_the_run_is(tmp_path, state, code):
     assert status_text.exit_code(RunSource(run).poll()) == code
 
 
-def test_a_share_is_never_rounded_up_to_what_was_not_reached():
-    state = dataclasses.replace(recorded.running(), step=95, steps_planned=600, eta_s=None)
-    assert status_text.progress(state) == "step 95 of 600 (15 %)"
-
-
 def test_the_next_command_starts_the_program_that_was_called(tmp_path, monkeypatch):
     called = tmp_path / "bin" / "nsa-console"
     called.parent.mkdir()
@@ -88,12 +81,6 @@ def test_the_next_command_starts_the_program_that_was_called(tmp_path, monkeypat
     assert process.program() == "nsa-console"
     monkeypatch.setattr(sys, "argv", [str(ROOT / "console" / "__main__.py")])
     assert process.program() == f"{sys.executable} -m console"
-
-
-def test_a_flag_is_listed_with_its_default(root):
-    lines = {line.split()[0]: line for line in cli(root, "flags").stdout.splitlines()}
-    assert "default 0.0025" in lines["NSA_LR"]
-    assert "default: unset" in lines["CUDA_VISIBLE_DEVICES"]
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_the_faster_variant_is_named_with_its_figures_and_routes(launch, capsys)
         ("gone", "run.json cannot be read"), ("crashed", "it is crashed"),
         ("few", "too few; a run of a sweep needs at least 30 steps"),
         ("tokens", "has no valid tokens_per_step"),
-        ("rounds", "3 rounds of 2 variants are too few"),
+        ("rounds", "only a part of the rounds"),
         ("hook", "comm_hook is 'none' in"), ("gates", "gate loss_finite is not in gates.json"),
     ],
 )  # fmt: skip

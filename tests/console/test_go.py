@@ -78,22 +78,6 @@ def test_it_is_go_when_both_say_so(launch, capsys):
         assert said(capsys, "watch", "--plain", path)[0] == 0
 
 
-def test_a_halted_run_whose_gates_passed_is_compared_with_its_records(launch, capsys):
-    run = launch / "1-second"
-    directory.change(run / rundir.SUPERVISOR, state="halted")
-    basis = f"based on {rundir.GATES} and all "
-    for more in ((), ("--full",)):
-        code, out = said(capsys, "check", run, *more)
-        assert (code, basis in out, "not confirmed" in out) == (4, True, False), out
-    os.unlink(rundir.heartbeat(run, 0))
-    completed(run, step7="nan")
-    directory.change(run / rundir.SUPERVISOR, state="halted")
-    code, out = said(capsys, "check", run, "--full")
-    assert "not confirmed: gate loss_finite is passed in gates.json and failed by" in out, out
-    directory.change_at(run / rundir.GATES, "gates", 0, "result", to="fail")
-    assert "based only on gates.json" in said(capsys, "check", run, "--full")[1]
-
-
 def test_a_plan_that_waits_is_go_so_far_and_names_what_has_not_run(launch, capsys):
     shutil.rmtree(launch / "1-second")
     held = rundir.read_json(launch / rundir.PLAN_STATE) or {}

@@ -187,21 +187,6 @@ def live(launch, **bounds):
     return run
 
 
-@pytest.mark.parametrize(
-    ("bounds", "words"),
-    [
-        ({"steps_done": 5}, ("no go yet", "3 passed, 0 unknown, 0 failed")),
-        ({"grad_norm_above": 0.9}, ("FAIL grad_norm_above: 0.5", "1 failed")),
-    ],
-    ids=["all passed so far", "one that no later record can help"],
-)
-def test_a_live_run_is_no_go_whatever_its_gates_are_so_far(launch, capsys, bounds, words):
-    live(launch, **bounds)
-    with directory.owned(launch):
-        code, out, _ = said(capsys, "check", launch)
-    assert (code, *(each in out for each in words)) == (1, True, True), out
-
-
 def test_check_of_a_live_run_says_what_holds_so_far(launch, capsys):
     live(launch)
     with directory.owned(launch):

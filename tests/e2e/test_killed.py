@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -218,13 +217,6 @@ def travel(begin: Begin, folder: Path, draw: random.Random, kills, **plan: Any) 
     return journey
 
 
-@pytest.fixture
-def begin(tmp_path_factory) -> Iterator[Begin]:
-    started = Begin(tmp_path_factory)
-    yield started
-    started.clean()
-
-
 def test_a_plan_goes_on_in_the_right_phase_when_each_of_its_processes_is_killed(begin, tmp_path):
     draw = random.Random(7)
     kills = zip(WHERE, ("working process", "launcher", "all", "owner"), strict=True)
@@ -273,10 +265,7 @@ def test_a_phase_whose_end_was_lost_passes_by_the_records_of_its_steps(begin, tm
     (journals / "hold").unlink()
     actions.adopt(started.path)
     assert started.wait_end()["phases"][0]["result"] != "pass"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", STUB["PYTHONPATH"])
-        options = LaunchOptions(resume=started.path, root=started.path.parents[1])
-        again = begin.adopt(actions.launch(options, "tester"))
+    again = begin.launch(LaunchOptions(resume=started.path, root=started.path.parents[1]), STUB)
     assert again.wait_end()["why"] == ALL_DONE
     confirmed = poll_confirmed(RunSource(again.path, reads="all"))
     assert status_text.exit_code(confirmed, True) == 0, confirmed.alerts
@@ -316,7 +305,7 @@ def test_a_real_training_goes_on_and_its_checkpoints_are_loaded_and_backed_up(be
     assert started.wait_end(300)["why"].startswith("two: ")
     loaded = events(started)
     options = LaunchOptions(resume=started.path, root=started.path.parents[1])
-    started = begin.adopt(actions.launch(options, "tester"))
+    started = begin.launch(options)
     assert started.wait_end(300)["why"] == ALL_DONE
     assert [each["name"] for each in started.plan_state["phases"]] == ["two", "three"]
     lines = rundir.heartbeat(started.run(0), 0).read_text().splitlines()

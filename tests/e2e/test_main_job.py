@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,13 @@ import pytest
 from console import actions
 from console.sources import launches
 from console.sources.run import RunSource
-from tests.launches import HANG_GUARD_S, wait_for
+from tests.launches import CONSOLE, HANG_GUARD_S, ROOT, Started, wait_for
 from tests.terminal import Terminal
+from tests.trainers.runs import heartbeats
 from trainers import manifest
-from trainers.contract import flags, jsonl, rundir
+from trainers.contract import flags, rundir
 
-ROOT = Path(__file__).parents[2]
 PLAN = ROOT / "tests/e2e/main_job.yaml"
-CONSOLE = [sys.executable, "-m", "console"]
 FLAG = "NSA_DISABLE_CSV_LOGS"
 
 
@@ -33,25 +31,12 @@ def workers(run: Path) -> list[dict]:
     return [worker for worker in record.get("workers", []) if worker.get("exit") is None]
 
 
-def last_beats(run: Path) -> dict[int, list[dict]]:
-    beats = {}
-    for rank in (0, 1):
-        path = rundir.heartbeat(run, rank)
-        lines = path.read_bytes().splitlines() if path.exists() else []
-        beats[rank] = [record for line in lines if (record := jsonl.decode(line))]
-    return beats
-
-
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     path = tmp_path_factory.mktemp("artifacts")
     yield path
     for launch in launches.launches(path):
-        state = rundir.read_json(launch / rundir.PLAN_STATE) or {}
-        owner = state.get("supervisor") or {}
-        if rundir.is_alive(owner):
-            os.kill(owner["pid"], signal.SIGTERM)
-            wait_for(lambda owner=owner: not rundir.is_alive(owner))
+        Started(launch).clean()
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +73,7 @@ def test_the_toggled_flag_is_in_the_next_phase_and_not_in_the_one_before(launch)
     before = rundir.read_json(launch / "0-sanity" / rundir.RUN)
     assert before["flags"].get(FLAG, {}).get("value", "0") in ("0", "")
     assert (launch / "0-sanity" / "training.csv").exists()
-    wait_for(lambda: any(b["msg"] == "progress" for b in last_beats(run)[0]))
+    wait_for(lambda: heartbeats(run, 0, "progress"))
     assert not (run / "training.csv").exists()
 
 
@@ -161,7 +146,7 @@ def test_a_checkpoint_and_a_profile_are_made_when_asked_for(launch, root):
     with console(root) as terminal:
         terminal.play("…plumbing", "C", "…Save a checkpoint now", "y", "….CHECKPOINT is written")
         terminal.leave()
-    saved = wait_for(lambda: [b for b in last_beats(run)[0] if b["msg"] == "checkpoint"])
+    saved = wait_for(lambda: heartbeats(run, 0, "checkpoint"))
     assert manifest.verify(run / rundir.CHECKPOINTS / saved[0]["path"]).step == saved[0]["step"]
     asked = actions.send(run, "profile", {}, "tester")
     assert (actions.answer(run, asked, HANG_GUARD_S) or {}).get("ok")
@@ -174,8 +159,7 @@ def test_z_halt_stops_both_ranks_at_the_same_step_with_a_checkpoint(launch, root
         terminal.play("…plumbing", "H", "…Halt this run", "y")
         terminal.wait(lambda text: "HALTED" in text.upper())
         terminal.leave()
-    beats = last_beats(run)
-    halts = [next(b for b in beats[rank] if b["msg"] == "halt") for rank in (0, 1)]
+    halts = [heartbeats(run, rank, "halt")[0] for rank in (0, 1)]
     assert halts[0]["step"] == halts[1]["step"] > 0
     name = (run / rundir.CHECKPOINTS / rundir.LATEST).read_text().strip()
     assert name == f"step_{halts[0]['step']:08d}"

@@ -27,10 +27,9 @@ def home(tmp_path_factory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def begin(home, tmp_path_factory) -> Iterator[Begin]:
-    launches = Begin(tmp_path_factory)
-    yield launches
-    launches.clean()
+def begin(home, begin) -> Begin:
+    """Starts launches whose processes have the directory `home`."""
+    return begin
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -16,29 +16,15 @@ from console.model import RunState
 from console.sources import process
 from console.sources.run import RunSource
 from console.supervisor import live_directory
-from tests.launches import HANG_GUARD_S, Started, wait_for
+from tests.launches import CONSOLE, ROOT, Started, console, wait_for
 from tests.terminal import Terminal
 from tests.trainers.runs import latest_checkpoint
 from trainers import manifest
 from trainers.contract import rundir
 
-ROOT = Path(__file__).parents[2]
-CACHES = ("__pycache__", "node_modules")
 LOOK_EVERY_S = 0.02
 Seen = Callable[[RunState], str]
 """Returns the sentence with which a console shows the fault, or "" before that."""
-
-
-def console(*words: object, env: Mapping[str, str] | None = None) -> tuple[int, str, str]:
-    """Runs `nsa-console` in its own process; returns exit code, output and errors."""
-    done = subprocess.run(
-        [*CONSOLE, *map(str, words)], cwd=ROOT, text=True, capture_output=True,
-        timeout=HANG_GUARD_S, env={**os.environ, **(env or {})},
-    )  # fmt: skip
-    return done.returncode, done.stdout, done.stderr
-
-
-CONSOLE = [sys.executable, "-m", "console"]
 
 
 @contextmanager
@@ -58,25 +44,8 @@ def status(path: Path) -> tuple[int, dict[str, Any]]:
     return code, json.loads(out)
 
 
-def world(*folders: Path) -> dict[str, tuple[int, int]]:
-    """Returns size and time of the files of the checkout and of `folders`.
-
-    Caches, and what begins with a dot at the top of the checkout, are left out.
-    """
-    return {
-        path: (stat.st_size, stat.st_mtime_ns)
-        for folder in (ROOT, *folders) for path, stat in _files(folder)
-    }  # fmt: skip
-
-
-def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
-    for entry in os.scandir(folder):
-        if entry.name in CACHES or (folder == ROOT and entry.name.startswith(".")):
-            continue
-        if entry.is_dir(follow_symlinks=False):
-            yield from _files(Path(entry.path))
-        else:
-            yield entry.path, entry.stat(follow_symlinks=False)
+def files(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if not path.is_dir()}
 
 
 def order(folder: Path, rank: int, words: str) -> None:
@@ -117,23 +86,13 @@ def sentence_of(alert: str) -> Seen:
     return lambda state: next((a.text for a in state.alerts if a.id == alert), "")
 
 
-def verdict_of(cause: str, rank: int = 1) -> Seen:
-    """Returns a function that looks for a verdict with this cause and rank."""
+def verdict_of(cause: str = "", rank: int = 1) -> Seen:
+    """Returns a function that looks for a stalled run whose verdict has this cause and rank."""
 
     def seen(state: RunState) -> str:
         found = state.verdict
-        fits = found is not None and (found.cause, found.rank) == (cause, rank)
-        return found.sentence if found and fits and state.state == "stalled" else ""
-
-    return seen
-
-
-def stalled(rank: int = 1) -> Seen:
-    """Returns a function that looks for a stalled run whose verdict names a rank."""
-
-    def seen(state: RunState) -> str:
-        named = state.verdict is not None and state.verdict.rank == rank
-        return state.verdict.sentence if named and state.state == "stalled" else ""
+        fits = found is not None and found.rank == rank and cause in ("", found.cause)
+        return found.sentence if fits and state.state == "stalled" else ""
 
     return seen
 
@@ -145,11 +104,25 @@ def state_of(state: str, words: str = "") -> Seen:
     )
 
 
+def spray(started, until: threading.Event) -> None:
+    """Sends SIGUSR1 to the processes of the run and their groups until `until` is set."""
+    while not until.wait(0.02):
+        agent = (started.state().get("torchrun") or {}).get("pid")
+        if not agent:
+            continue
+        for pid in {agent, *process.with_token(started.token())}:
+            for send in (os.kill, os.killpg):
+                try:
+                    send(pid, signal.SIGUSR1)
+                except ProcessLookupError:
+                    continue
+
+
 class Scene:
     """The results of a fault test; `record` receives them for the report."""
 
     def __init__(self, home: Path, record: Callable[[dict[str, Any]], None]):
-        self._home, self._before, self._record = home, world(home), record
+        self._home, self._before, self._record = home, files(home), record
         self.seen_s: float | None = None
         self._words, self._left = "nothing to see", "0 files"
 
@@ -176,43 +149,23 @@ class Scene:
         """Records the words with which the fault was shown, and the seconds until then."""
         self._words, self.seen_s = words, self.seen_s if seconds is None else seconds
 
-    def goes_on(self, started: Started, pids: Mapping[int, int]) -> None:
-        """Checks that the same ranks make progress, and that a console shows this."""
-        source = RunSource(started.path)
+    def goes_on(self, started: Started, pids: Mapping[int, int], for_s: float = 0.0) -> None:
+        """Checks that the same ranks live for `for_s`, and then make progress that a console shows.
 
-        def steps() -> dict[int, int]:
-            ranks = source.poll().ranks
-            return {r.rank: r.pulse.step for r in ranks if r.pulse is not None and r.pulse.live}
-
-        before = started.wait(lambda: len(found := steps()) == len(pids) and found)
-        started.wait(lambda: all(steps().get(rank, 0) > step + 5 for rank, step in before.items()))
-        assert started.pids() == dict(pids)
-        started.wait(lambda: source.poll().state == "running")
-
-        def said() -> tuple[int, str]:
-            code, found = status(started.path)
-            return code, found["state"]
-
-        started.wait(lambda: said() == (0, "running"))
-        self._left = "0 killed, 0 files"
-
-    def steps_on(
-        self, started: Started, pids: Mapping[int, int], for_s: float = 0.0
-    ) -> None:  # fmt: skip
-        """Checks that the same ranks live for `for_s`, record steps, and were not restarted."""
+        They must not have been restarted.
+        """
         until = time.monotonic() + for_s
         while time.monotonic() < until:
             assert started.pids() == pids, started.state()
             time.sleep(0.2)
-
-        def newest() -> int:
-            return started.heartbeats()[-1]["step"]
-
-        before = newest()
-        started.wait(lambda: newest() > before + 5)
+        source = RunSource(started.path)
+        before = started.wait(lambda: source.poll().step)
+        started.wait(lambda: (source.poll().step or 0) > before + 5)
+        started.wait(lambda: source.poll().state == "running")
         assert started.pids() == pids
         assert all_run(pids)
         assert started.state()["attempt"] == 1
+        self._left = "0 killed, 0 files"
 
     def stop(self, started: Started) -> None:
         """Stops the run, and checks its end."""
@@ -239,11 +192,7 @@ class Scene:
         return said["why"]
 
     def close(self) -> None:
-        """Checks that no file in `world` has changed; records the result."""
-        after = world(self._home)
-        changed = {name for name, stamp in after.items() if self._before.get(name) != stamp}
-        assert not changed | (set(self._before) - set(after))
-        self._record({
-            "seen_s": self.seen_s, "words": self._words,
-            "left": self._left,
-        })  # fmt: skip
+        """Checks that no file was left in the home directory; records the result."""
+        left = files(self._home) - self._before
+        assert not left
+        self._record({"seen_s": self.seen_s, "words": self._words, "left": self._left})

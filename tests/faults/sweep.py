@@ -47,7 +47,7 @@ FALSE_WORDS = re.compile(
 )
 """Words that an alert may contain only if the event happened to the run."""
 
-FALSE_ANSWER = re.compile(r"is older than|was answered already")
+FALSE_ANSWER = re.compile(r"is older than|was received already")
 AFTER_STEP = re.compile(r"after step (\d+)")
 DUMPED = re.compile(r"dumped: (\S+)")
 LOST_RANK = "alert: rank 1 failed"
@@ -319,7 +319,7 @@ class Case:
         path = rundir.samples(run, rundir.host_name())
         numbers = [number for number, _ in record_files.parts(path)]
         read = [each for each in RecordFiles(run).poll(1 << 30) if each.name == path.name]
-        found = [line.record["ts"] for batch in read for line in batch.lines]
+        found = [record["ts"] for batch in read for record in batch.records]
         if numbers != [*range(1, len(numbers) + 1)] or found != sorted(set(found)):
             yield f"samples are lost or doubled: parts {numbers}, {found}"
         if read and read[-1].cursor.skipped and numbers:

@@ -14,8 +14,8 @@ import pytest
 from console.sources import process
 from tests.console.sources import directory
 from tests.fakes import nvml as fake
-from tests.faults.scene import console, watching
-from tests.launches import STUB, sleeping
+from tests.faults.scene import watching
+from tests.launches import STUB, console, sleeping
 from trainers.contract import environ, rundir
 
 LAST_PID = Path("/proc/sys/kernel/ns_last_pid")

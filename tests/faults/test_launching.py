@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from console import actions
-from tests.faults.scene import CONSOLE, ROOT, console
-from tests.launches import HANG_GUARD_S, STUB, Started, phase, wait_for
+from tests.launches import CONSOLE, HANG_GUARD_S, ROOT, STUB, console, phase, wait_for
+from tests.mounts import tmpfs
 from trainers.contract import rundir
 from trainers.contract.errors import RefusedError
 
@@ -84,15 +84,9 @@ def plan(begin, orders):
     return begin.options(phase("one", "obedient.py", 3, orders), nproc=1).plan
 
 
-def again(folder: Path, plan: str, monkeypatch) -> Started:
-    monkeypatch.setenv("PYTHONPATH", STUB["PYTHONPATH"])
-    options = actions.LaunchOptions(plan=plan, run_dir=folder)
-    return Started(actions.launch(options, "again"))
-
-
 @pytest.mark.fault("11", "launcher, at each step")
 def test_a_launch_that_is_killed_at_any_step_is_complete_or_never_was(
-    full, scene, begin, plan, tmp_path, monkeypatch
+    full, scene, begin, plan, tmp_path
 ):
     total = launch_and_die(tmp_path / "whole", 0, plan)
     begin.adopt(tmp_path / "whole").wait_end()
@@ -101,16 +95,17 @@ def test_a_launch_that_is_killed_at_any_step_is_complete_or_never_was(
     outcomes, refused = {True: 0, False: 0}, {}
     for last in range(1, total + 1, every):
         folder = tmp_path / f"killed-{last}"
+        options = actions.LaunchOptions(plan=plan, run_dir=folder)
         launch_and_die(folder, last, plan)
         started = begin.adopt(folder)
         complete = took_place(folder)
         outcomes[complete] += 1
         if complete:
             with pytest.raises(RefusedError, match=r"is in use by|holds the launch"):
-                again(folder, plan, monkeypatch)
+                begin.launch(options, STUB)
         else:
             try:
-                again(folder, plan, monkeypatch)
+                begin.launch(options, STUB)
             except RefusedError as error:
                 refused[last] = str(error)
                 continue
@@ -140,23 +135,12 @@ def test_a_halt_that_is_older_than_its_run_is_set_aside_and_said(scene, begin, o
     scene.ended(started, "completed", 0)
 
 
-@pytest.fixture
-def read_only(tmp_path):
-    """A folder on a read-only file system."""
-    folder = tmp_path / "ro"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "ro,size=64k", "none", str(folder)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("needs root, and a machine that mounts a tmpfs")
-    yield folder
-    subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
 @pytest.mark.fault("17", "read-only")
-def test_a_launch_onto_a_read_only_file_system_is_refused_with_the_reason(scene, plan, read_only):
-    code, _, said = console("launch", plan, "--run-dir", read_only / "a" / "b")
+def test_a_launch_onto_a_read_only_file_system_is_refused_with_the_reason(scene, plan, tmp_path):
+    with tmpfs(tmp_path, 1, "ro") as mount:
+        code, _, said = console("launch", plan, "--run-dir", mount / "a" / "b")
     assert code == 4
-    assert f"{read_only} is on a read-only file system" in said
+    assert f"{mount} is on a read-only file system" in said
     scene.note(said.strip())
 
 
@@ -174,21 +158,3 @@ def test_a_launch_where_the_user_may_not_write_is_refused_with_the_reason(scene,
     assert f"{folder} is not writable" in done.stderr
     assert os.listdir(folder) == []
     scene.note(done.stderr.strip())
-
-
-@pytest.mark.slow
-@pytest.mark.fault("31", "hard links")
-def test_what_is_linked_to_a_file_elsewhere_is_not_written(
-    scene, begin, plan, tmp_path, monkeypatch
-):
-    folder, victims = tmp_path / "linked", [tmp_path / "one", tmp_path / "two"]
-    folder.mkdir()
-    for victim, name in zip(victims, (rundir.SUPERVISOR_LOG, rundir.EVENTS), strict=True):
-        victim.write_text("precious")
-        (folder / name).hardlink_to(victim)
-    (folder / rundir.LOCK).touch()
-    started = begin.adopt(again(folder, plan, monkeypatch).path)
-    started.wait_end()
-    scene.note("taken away; what they were linked to is as it was")
-    scene.ended(started, "completed", 0)
-    assert [victim.read_text() for victim in victims] == ["precious"] * 2

@@ -36,7 +36,7 @@ def test_another_runs_directory_in_the_place_of_ours_is_neither_obeyed_nor_writt
     assert os.listdir(run / rundir.REQUESTS) == [planted.name]
     shutil.rmtree(run)
     away.rename(run)
-    scene.steps_on(started, pids)
+    scene.goes_on(started, pids)
 
 
 @pytest.mark.decision("act-on-stall", "absent")
@@ -48,7 +48,7 @@ def test_without_shared_memory_a_stall_is_said_and_nothing_is_done(scene, launch
     order(orders, 1, "sleep 12")
     told = started.wait(lambda: started.alerts("stall-withheld"))[0]["text"]
     assert "there is no shared memory: pulses and records are in one directory" in told
-    scene.steps_on(started, pids)
+    scene.goes_on(started, pids)
 
 
 @pytest.mark.fault("i", "a heartbeat with a hole of 1 TB")
@@ -69,4 +69,4 @@ def test_a_supervisor_without_a_descriptor_to_spare_harms_no_rank(scene, launch)
     assert started.child() == child
     resource.prlimit(child, resource.RLIMIT_NOFILE, (3, 3))
     started.wait(lambda: started.child() != child)
-    scene.steps_on(started, pids)
+    scene.goes_on(started, pids)

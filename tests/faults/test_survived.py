@@ -1,4 +1,4 @@
-"""Faults that a run must survive, one after the other on one launch if possible."""
+"""Faults that a run must survive."""
 
 from __future__ import annotations
 
@@ -13,27 +13,17 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from console import actions
 from console.commands import control
 from console.sources import process, stacks
-from console.sources.pace import KEPT_STEPS
 from console.sources.run import RunSource
-from tests.faults.harm import HOSTILE, skipped_since, spray, stopped
-from tests.faults.scene import (
-    CONSOLE,
-    ROOT,
-    console,
-    order,
-    sentence_of,
-    stalled,
-    verdict_of,
-    watching,
-)
-from tests.launches import HANG_GUARD_S, phase
+from tests.faults.scene import Seen, order, sentence_of, spray, verdict_of, watching
+from tests.launches import CONSOLE, HANG_GUARD_S, ROOT, STUB, console, phase
 from tests.terminal import Terminal
 from trainers.contract import rundir
 from trainers.contract.errors import ContractError
@@ -44,73 +34,33 @@ STILL_S = 4.5
 """Longer than the stall limit and the time until the supervisor's next poll together."""
 
 
-@pytest.fixture(scope="module")
-def taken_ports() -> Iterator[None]:
-    """Sockets that listen on the default ports of torchrun and its store."""
-    held = [socket.socket() for _ in DEFAULT_PORTS]
-    for listener, port in zip(held, DEFAULT_PORTS, strict=True):
-        try:
-            listener.bind(("", port))
-            listener.listen()
-        except OSError:
-            continue  # another process uses the port, which has the same effect
-    yield
-    for listener in held:
-        listener.close()
+HOSTILE = (
+    b"\0" * 3000 + b"\n", b"\xff\xfe\x80\n", b"[1, 2]\n", b'"text"\n', b"{}\n", b"null\n",
+    b"[" * 100_000 + b"\n", b'{"v": 1, "rank": 0, "msg": "progress", "step": NaN}\n',
+    b'{"v": 1, "rank": 0, "msg": "progress", "step": 1e400, "attempt": 1}\n', b'{"v": 1, "ra\n',
+)  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def orders(tmp_path_factory):
-    return tmp_path_factory.mktemp("orders")
+def skipped_since(before: int) -> Seen:
+    """Returns a function that looks for as many new skipped records as `HOSTILE` has."""
+    return lambda state: (
+        f"{state.skipped_records} records were skipped"
+        if state.skipped_records >= before + len(HOSTILE) else ""
+    )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def terminal(begin, taken_ports, orders):
-    """The terminal from which the run was launched; its command waits for the end of the run."""
-    options = begin.options(
-        phase("one", "obedient.py", 100_000, orders, gates={"steps_done": 100_000}), watch=WATCH
-    )
-    words = [*CONSOLE, "--root", str(options.root)]
-    with Terminal([*words, "launch", options.plan, "--wait"], ROOT) as shown:
-        yield options.root, shown
-
-
-@pytest.fixture(scope="module")
-def first(begin, terminal):
-    """The first run. During its start it gets SIGUSR1, and the default ports are in use."""
-    root, shown = terminal
-    shown.wait(lambda _: list(root.glob("*/*/plan_state.json")))
-    started = begin.adopt(next(root.glob("*/*")))
-    over = threading.Event()
-    sprayer = threading.Thread(target=spray, args=(started, over))
-    started.wait(lambda: started.runs() and (started.run() / rundir.RUN).exists())
-    sprayer.start()
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[Callable[[], None]]:
+    """Yields a function that stops a process; afterwards, the process is resumed."""
     try:
-        started.wait_steps(5)
+        yield lambda: os.kill(pid, signal.SIGSTOP)
     finally:
-        over.set()
-        sprayer.join()
-    return started
-
-
-def newest(begin, orders, usable):
-    """Returns the newest launch if it is `usable`, or else a new launch."""
-    started = begin.begun[-1]
-    if usable(started):
-        return started
-    steps = phase("one", "obedient.py", 100_000, orders, gates={"steps_done": 100_000})
-    started = begin(steps, watch=WATCH)
-    started.wait_steps(5)
-    return started
+        os.kill(pid, signal.SIGCONT)
 
 
 @pytest.fixture
-def run(begin, first, orders, injection):
-    """A launch with torchrun and both ranks; an earlier stall does not raise its stall limit."""
-    found = newest(begin, orders, lambda it: process.environment(it.state()["torchrun"]["pid"]))
-    if injection:
-        found.wait_steps(KEPT_STEPS + (RunSource(found.path).poll().step or 0))
-    return found
+def run(launch):
+    return launch(restart={"when": "never"}, watch=WATCH)
 
 
 @pytest.fixture
@@ -121,32 +71,48 @@ def pids(scene, run):
     scene.goes_on(run, found)
 
 
-@pytest.fixture
-def running(begin, first, orders):
-    """A launch that has not ended, with or without torchrun."""
-    return newest(begin, orders, lambda it: it.plan_state["state"] != "ended")
-
-
 @pytest.mark.fault("23")
-def test_a_run_starts_where_the_default_ports_are_taken(scene, run, pids):
-    scene.note(run.state()["state"])
+def test_a_run_starts_where_the_default_ports_are_taken(scene, begin, orders):
+    with contextlib.ExitStack() as stack:
+        for port in DEFAULT_PORTS:  # another process may use a port, which has the same effect
+            with contextlib.suppress(OSError):
+                stack.enter_context(socket.create_server(("", port)))
+        started = begin(phase("one", "obedient.py", 100_000, orders), watch=WATCH)
+        started.wait_steps(5)
+        scene.note(started.state()["state"])
+        scene.stop(started)
 
 
 @pytest.mark.fault("10")
-def test_sigusr1_kills_nothing_neither_at_the_start_nor_later(run, pids):
+def test_sigusr1_kills_nothing_neither_at_the_start_nor_later(scene, begin, orders):
+    started = begin(phase("one", "obedient.py", 100_000, orders), watch=WATCH)
+    started.wait(lambda: (started.run() / rundir.RUN).exists())
     over = threading.Event()
-    threading.Timer(1.0, over.set).start()
-    spray(run, over)
+    with ThreadPoolExecutor(1) as pool:
+        sprayed = pool.submit(spray, started, over)
+        try:
+            started.wait_steps(20)
+        finally:
+            over.set()
+    sprayed.result()
+    scene.goes_on(started, started.pids())
+    scene.stop(started)
 
 
 @pytest.mark.fault("12")
-def test_a_run_outlives_the_terminals_that_launched_and_showed_it(run, pids, terminal):
-    _, launcher = terminal
-    with watching(run.path) as screen:
+def test_a_run_outlives_the_terminals_that_launched_and_showed_it(scene, begin, orders):
+    options = begin.options(phase("one", "obedient.py", 100_000, orders), watch=WATCH)
+    words = [*CONSOLE, "--root", str(options.root), "launch", options.plan, "--wait"]
+    with Terminal(words, ROOT, STUB) as launcher:
+        launcher.wait(lambda _: list(options.root.glob("*/*/plan_state.json")))
+        started = begin.adopt(next(options.root.glob("*/*")))
+        started.wait_steps(5)
+        launcher.hang_up()
+    with watching(started.path) as screen:
         screen.hang_up()
-        if not launcher.closed:
-            launcher.hang_up()
         screen.wait_exit()
+    scene.goes_on(started, started.pids())
+    scene.stop(started)
 
 
 @pytest.mark.fault("11", "console, mid-run")
@@ -162,7 +128,7 @@ def test_a_killed_console_is_opened_again_on_the_same_run(scene, run, pids):
 @pytest.mark.fault("4")
 def test_a_rank_that_sleeps_in_forward_is_named_with_phase_and_step(scene, run, pids, orders):
     words = scene.inject(
-        run, lambda: order(orders, 1, f"sleep {5 * STILL_S}"), stalled(), verdict_of("sleep")
+        run, lambda: order(orders, 1, f"sleep {3 * STILL_S}"), verdict_of(), verdict_of("sleep")
     )
     assert "rank 1 has been stalled in forward of step" in words
     assert "rank 0 waits in backward" in words
@@ -171,7 +137,7 @@ def test_a_rank_that_sleeps_in_forward_is_named_with_phase_and_step(scene, run, 
 @pytest.mark.fault("5")
 def test_a_rank_that_holds_the_gil_in_c_is_named_and_the_console_answers(scene, run, pids, orders):
     words = scene.inject(
-        run, lambda: order(orders, 1, f"gil {8 * STILL_S}"), stalled(), verdict_of("native")
+        run, lambda: order(orders, 1, f"gil {5 * STILL_S}"), verdict_of(), verdict_of("native")
     )
     assert "rank 1 has been stalled in forward of step" in words
     answer = run.ask("dump")
@@ -198,18 +164,12 @@ def test_a_stopped_torchrun_is_said(scene, run, pids):
     assert words.startswith(f"torchrun (pid {agent}) is stopped (SIGSTOP")
 
 
-def steps_from(run) -> None:
-    """Waits until a console shows more than twenty further steps."""
-    before = run.wait(lambda: RunSource(run.path).poll().step)
-    run.wait(lambda: (RunSource(run.path).poll().step or 0) > before + 20)
-
-
 @pytest.mark.fault("b")
 def test_a_stopped_supervisor_is_said_and_its_working_process_answers(scene, run, pids):
     supervisor = run.plan_state["supervisor"]["pid"]
     with stopped(supervisor) as stop:
         words = scene.inject(run, stop, sentence_of("supervisor-stopped"))
-        steps_from(run)
+        scene.goes_on(run, pids)
         assert run.ask("note", text="while it was stopped")["ok"]
         assert RunSource(run.path).poll().armed.endswith("no restart (the supervisor is stopped)")
     assert words.startswith(f"supervisor (pid {supervisor}) is stopped (SIGSTOP")
@@ -226,7 +186,7 @@ def test_a_stopped_supervisor_and_working_process_are_said_and_answer_when_they_
         words = scene.inject(
             run, lambda: stack.enter_context(run.stopped()), sentence_of("working-process-stopped")
         )
-        steps_from(run)
+        scene.goes_on(run, pids)
         asked = actions.send(run.path, "note", {"text": "while it was stopped"}, "tester")
         assert actions.answer(run.path, asked, 0.5) is None
         assert RunSource(run.path).poll().armed == "none (the supervisor is stopped)"
@@ -364,8 +324,7 @@ def halts_answered(run) -> list[dict]:
 
 
 @pytest.mark.fault("13")
-def test_of_two_consoles_that_both_halt_both_are_answered_and_it_is_done_once(scene, running):
-    run = running
+def test_of_two_consoles_that_both_halt_both_are_answered_and_it_is_done_once(scene, run):
     with watching(run.path) as one, watching(run.path) as two:
         for screen in (one, two):
             screen.press("H")

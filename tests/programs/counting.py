@@ -6,13 +6,12 @@ Rank 0 saves a checkpoint when the lines of all ranks are written. At the end, e
 the folder has no file `hold`.
 """
 
-import mmap
 import os
 import shutil
-import struct
 import time
 from pathlib import Path
 
+from tests.programs.lockstep import Board
 from trainers import manifest, settings
 from trainers.command_line import parse
 from trainers.contract import environ, rundir
@@ -54,7 +53,7 @@ def resumed() -> int:
 
 def wait_for_all(place: int, step: int) -> None:
     """Waits until all ranks have written this step, or a later one, at a place of the board."""
-    while min(struct.unpack_from(f"<{run.world}q", board, 8 * run.world * place)) < step:
+    while board.slowest(place) < step:
         time.sleep(0.001)
 
 
@@ -74,11 +73,7 @@ def save(step: int) -> None:
 
 
 first = resumed() + 1
-path = Path(run.live or run.run) / f"lockstep{run.attempt}"
-path.touch()
-with path.open("r+b") as stream:
-    stream.truncate(16 * run.world)
-    board = mmap.mmap(stream.fileno(), 16 * run.world)
+board = Board(run, places=2)
 last = chosen.train.steps
 for step in range(first, last + 1):
     if run.step(step, loss=5.5, grad_norm=1.0):
@@ -88,10 +83,10 @@ for step in range(first, last + 1):
     run.pulse.set(step, "forward")
     time.sleep(STEP_S)
     run.pulse.set(step, "backward")
-    struct.pack_into("<q", board, 8 * run.rank, step)
+    board.write(step, DONE)
     wait_for_all(DONE, step)
     note("step", step)
-    struct.pack_into("<q", board, 8 * (run.world + run.rank), step)
+    board.write(step, NOTED)
     every = chosen.checkpoint.every
     if run.rank == 0 and ((every and step % every == 0) or step == last):
         with run.phase("save"):

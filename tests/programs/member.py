@@ -7,14 +7,13 @@ the file exists.
 """
 
 import itertools
-import mmap
 import os
 import signal
-import struct
 import sys
 import time
 from pathlib import Path
 
+from tests.programs.lockstep import Board
 from trainers.contract.member import join
 
 BEYOND = 1 << 62
@@ -23,11 +22,7 @@ steps, mode = int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else ""
 run = join()
 if mode == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-path = Path(run.live or run.run) / "lockstep"
-path.touch()
-with path.open("r+b") as stream:
-    stream.truncate(8 * run.world)
-    board = mmap.mmap(stream.fileno(), 8 * run.world)
+board = Board(run)
 for step in itertools.count(1):
     is_last = step >= steps and (mode != "until" or Path(sys.argv[3]).exists())
     if run.step(step, loss=1.0 / step, grad_norm=1.0):
@@ -43,8 +38,7 @@ for step in itertools.count(1):
         time.sleep(3600)
     time.sleep(0.02)
     run.pulse.set(step, "backward")
-    struct.pack_into("<q", board, 8 * run.rank, BEYOND if is_last else step)
-    while min(struct.unpack_from(f"<{run.world}q", board)) < step:
-        time.sleep(0.002)
+    board.meet(step)
     if is_last:
+        board.write(BEYOND)
         break

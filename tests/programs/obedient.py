@@ -6,7 +6,6 @@ reads and removes the file `FOLDER/rank{R}`, and executes the order in this file
 
 import ctypes
 import json
-import mmap
 import os
 import signal
 import struct
@@ -15,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+from tests.programs.lockstep import Board
 from trainers.contract import rundir
 from trainers.contract.member import join
 
@@ -30,21 +30,24 @@ def hold_the_gil(seconds: str) -> None:
 
 
 def fail(text: str) -> None:
-    kind, _, words = text.partition(" ")
-    raise {
-        "ValueError": ValueError,
-        "OutOfMemoryError": type("OutOfMemoryError", (RuntimeError,), {}),
-    }[kind](words)
+    """Raises an error of a class with this name, with the rest of the text."""
+    name, _, words = text.partition(" ")
+    raise type(name, (RuntimeError,), {})(words)
 
 
 def shift_the_clock(seconds: str) -> None:
     time.time = lambda: true_time() + float(seconds)
 
 
+def append(path: Path, text: str) -> None:
+    fd = rundir.open_append(path)
+    os.write(fd, text.encode())
+    os.close(fd)
+
+
 def die_in_a_line(_: str) -> None:
     """Writes half a record and exits, as after a kill between two writes."""
-    fd = rundir.open_append(rundir.heartbeat(run.run, run.rank))
-    os.write(fd, json.dumps({"v": 1, "rank": run.rank, "msg": "progress"}).encode()[:20])
+    append(rundir.heartbeat(run.run, run.rank), '{"v": 1, "rank": ')
     os._exit(3)
 
 
@@ -75,40 +78,25 @@ def mute(_: str) -> None:
 
 def speak(words: str) -> None:
     """Appends a line to torchrun's log."""
-    path = rundir.logs(run.run, run.attempt) / rundir.TORCHRUN_LOG
-    fd = rundir.open_append(path)
-    os.write(fd, f"{words}\n".encode())
-    os.close(fd)
+    append(rundir.logs(run.run, run.attempt) / rundir.TORCHRUN_LOG, f"{words}\n")
 
 
 def claim(fields: str) -> None:
     """Appends a record with these fields to the heartbeats of rank 0."""
     record = {"v": 1, "rank": 0, "attempt": run.attempt, "step": 1, "ts": true_time(),
               "msg": "progress"}  # fmt: skip
-    fd = rundir.open_append(rundir.heartbeat(run.run, 0))
-    os.write(fd, json.dumps(record | json.loads(fields)).encode() + b"\n")
-    os.close(fd)
+    append(rundir.heartbeat(run.run, 0), json.dumps(record | json.loads(fields)) + "\n")
 
 
 ORDERS = {
-    "mute": mute,
-    "speak": speak,
-    "claim": claim,
-    "figures": lambda fields: figures.update(json.loads(fields)),
-    "stray": stray,
-    "bare": overwrite_environment,
-    "sleep": lambda seconds: time.sleep(float(seconds)),
-    "gil": hold_the_gil,
-    "raise": fail,
-    "exit": lambda code: sys.exit(int(code)),
-    "abort": lambda _: os.abort(),
-    "segv": lambda _: ctypes.string_at(0),
-    "deaf": lambda _: signal.signal(signal.SIGTERM, signal.SIG_IGN),
-    "clock": shift_the_clock,
-    "half": die_in_a_line,
-    "write": write_through,
-    "say": print,
-}
+    "mute": mute, "speak": speak, "claim": claim,
+    "figures": lambda fields: figures.update(json.loads(fields)), "stray": stray,
+    "bare": overwrite_environment, "sleep": lambda seconds: time.sleep(float(seconds)),
+    "gil": hold_the_gil, "raise": fail, "exit": lambda code: sys.exit(int(code)),
+    "abort": lambda _: os.abort(), "segv": lambda _: ctypes.string_at(0),
+    "deaf": lambda _: signal.signal(signal.SIGTERM, signal.SIG_IGN), "clock": shift_the_clock,
+    "half": die_in_a_line, "write": write_through,
+}  # fmt: skip
 
 
 def execute_order(path: Path) -> None:
@@ -124,11 +112,7 @@ figures: dict[str, object] = {}
 """False values for the records of this rank."""
 steps, folder = int(sys.argv[1]), Path(sys.argv[2])
 run = join()
-path = Path(run.live or run.run) / "lockstep"
-path.touch()
-with path.open("r+b") as stream:
-    stream.truncate(8 * run.world)
-    board = mmap.mmap(stream.fileno(), 8 * run.world)
+board = Board(run)
 for step in range(1, steps + 1):
     if run.step(step, **{"loss": 1.0 / step, "grad_norm": 1.0} | figures):
         break
@@ -136,6 +120,4 @@ for step in range(1, steps + 1):
     execute_order(folder / f"rank{run.rank}")
     time.sleep(0.02)
     run.pulse.set(step, "backward")
-    struct.pack_into("<q", board, 8 * run.rank, step)
-    while min(struct.unpack_from(f"<{run.world}q", board)) < step:
-        time.sleep(0.002)
+    board.meet(step)
