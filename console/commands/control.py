@@ -123,13 +123,16 @@ def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> 
         return actions.answer(path, request, options.timeout)
 
     limit = f"within {options.timeout:g} s"
+    unknown = f"delivery of {action} unknown; send {action} again"
     try:
         event = within(options.timeout + SPARE_S, answer)
-    except (TimeoutError, EOFError):
+    except TimeoutError:
         raise ContractError(
-            f"the file system of {path} does not answer {limit}: delivery of {action} unknown; "
-            f"send {action} again when the file system answers"
+            f"the file system of {path} does not answer {limit}: {unknown} when the file system "
+            "answers"
         ) from None
+    except EOFError:
+        raise ContractError(f"the process that accesses {path} died: {unknown}") from None
     if event is None:
         why = ""
         with contextlib.suppress(TimeoutError, EOFError):
