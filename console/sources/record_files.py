@@ -326,9 +326,10 @@ class RecordFiles:
         if legacy.is_legacy(self.run):
             self.is_legacy = True
             return RecordFile(path, legacy.tail(self.run, rank, self._recent_bytes))
-        tail = Tail(
-            path, heartbeat.accept, self._recent_bytes, cursor.at, again_bytes=self._again_bytes
-        )
+        again_bytes = self._again_bytes
+        if b"progress" not in jsonl.read_bytes(path, again_bytes, max(0, cursor.at - again_bytes)):
+            again_bytes = WARM_UP_BYTES  # many other records follow the newest progress
+        tail = Tail(path, heartbeat.accept, self._recent_bytes, cursor.at, again_bytes=again_bytes)
         return RecordFile(path, tail, cursor.skipped)
 
     def _parted(self, name: str) -> RecordFile:

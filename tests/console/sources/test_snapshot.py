@@ -44,6 +44,19 @@ def test_a_snapshot_with_later_records_gives_the_state_of_all_records(tmp_path_f
         same_state(run)
 
 
+def test_the_newest_figures_are_read_even_if_many_other_records_follow_them(run, monkeypatch):
+    monkeypatch.setattr(run_records, "SHORT_BYTES", 0)
+    directory.beat(run, 0, 5, loss=2.0)
+    for _ in range(8):
+        directory.beat(run, 0, 5, "checkpoint_failed", reason="x" * 2000)
+    observer = Observer(run)
+    observer.read()
+    observer.write()
+    assert is_used(run)
+    assert RunSource(run).poll().figures["loss"].value == 2.0
+    same_state(run)
+
+
 def charted(run: Path) -> list[float]:
     """Returns the times of the points in the chart of rank 0's memory."""
     source = RunSource(run, reads="charts")
