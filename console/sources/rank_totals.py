@@ -28,11 +28,7 @@ FIGURES: Mapping[str, tuple[str, str, str]] = {
     "toks_per_s_stdev": ("tok/s", "last {steps} steps, standard deviation", ""),
     "step_ratio": ("", "last {steps} steps, longest divided by median", ""),
     "memory_mib": ("MiB", "largest gpu_mem_reserved, surviving steps", "memories"),
-    "memory_growth_mib": (
-        "MiB",
-        "growth of gpu_mem_reserved in the second half of the steps",
-        "memories",
-    ),
+    "memory_growth_mib": ("MiB", "growth of gpu_mem_reserved, later half of steps", "memories"),
     "entropy_min": ("nats", "lowest gate_entropy_mean, all attempts", "gated"),
     "collapse_max": ("share", "largest gate_collapse_frac, all attempts", "gated"),
     "fetch_max_s": ("s", "largest dt_fetch_s, all attempts", "fetches"),
