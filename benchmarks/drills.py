@@ -57,7 +57,7 @@ FAILED = (
 
 
 class Interrupted(Exception):
-    """A signal ends this program."""
+    """All cases end, because of a signal or an unexpected error."""
 
 
 class Drill:

@@ -16,7 +16,7 @@ FLASH_ATTN_INSTALLED = importlib.util.find_spec("flash_attn") is not None
 """The search is made only once, because it takes 0.1 ms and torch.compile cannot trace it."""
 FLASH_ATTN_LARGEST_HEAD = 256
 FOLDED_UP_TO = 1024
-"""Most tokens whose causal attention folds the heads of a group into the rows of one product."""
+"""Largest number of keys that a query may see in a route with folded heads (`Route.folded`)."""
 
 
 def _switch(default: Any, text: str) -> Any:

@@ -130,9 +130,10 @@ class LogSource:
 
 
 def _event_line(record: dict[str, object], last: dict[str, object]) -> LogLine | None:
-    """Returns an event as a line, or None if it is not valid or repeats the last sentence.
+    """Returns an event as a line, or None if it is not valid or repeats the event before it.
 
-    A verdict, its alert and the new state are three events with one sentence.
+    Only an event within `SAME_S` can be a repetition: a verdict, its alert and the new state are
+    three events with one sentence.
     """
     text = jsonl.text(record, "text")
     ts = jsonl.number(record, "ts")

@@ -150,7 +150,7 @@ class Run:
         self.state, self.why = "restarting", jsonl.text(state, "why")[:400]
         return True
 
-    # --- what the launch calls -----------------------------------------------------------------
+    # --- called by the launch ------------------------------------------------------------------
 
     @property
     def live(self) -> Path | None:

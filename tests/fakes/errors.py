@@ -101,8 +101,8 @@ def failures(
 ) -> list[Failure]:
     """Returns each site with each of its errors: the first call, the second, the last, and all.
 
-    Of a site that is `known` from elsewhere EIO alone: the first, the last, and all. With `few`
-    none of those, and of the others the first and all.
+    A site in `known` gets only EIO: in the first call, the last, and all. With `few`, the sites in
+    `known` are left out, and the other sites get their errors in the first call, and in all.
     """
     found: list[Failure] = []
     for (call, name), count in of.items():

@@ -91,7 +91,7 @@ class Chooser(Reader):
 
 
 class ChartList(Reader):
-    """A list of charts; calls `then` with the chosen titles in order; () means the defaults."""
+    """Lists the charts, and calls `then` with the chosen titles in order; () means the defaults."""
 
     def __init__(self, shown: Sequence[str], then: Callable[[Sequence[str]], object]):
         self._shown, self._then = list(shown), then
