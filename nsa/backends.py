@@ -196,7 +196,7 @@ def _fa2_refusal(case: Case, branch: str) -> str:
 
 
 def _sdpa_refusal(case: Case, route: str) -> str:
-    """Returns why flash_only has no effect, or "" if it has or is off."""
+    """Returns why flash_only has no effect, or "" if it has an effect or is off."""
     if not case.switches.flash_only or route in ("none", "flash-attn"):
         return ""
     if case.config.d_k != case.config.d_v:

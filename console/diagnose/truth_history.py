@@ -71,7 +71,7 @@ class TruthHistory:
         self.first: Progress | None = None
         """The record of step 1 of rank 0."""
         self.losses: deque[float] = deque(maxlen=KEPT_LOSSES)
-        """The newest losses of rank 0, without losses that are not finite or not plausible."""
+        """The newest losses of rank 0 that are finite and plausible."""
         self.same: dict[str, Same] = {"loss": Same(), "grad_norm": Same()}
         self.zero_norms: dict[int, int] = {}
         """Number of consecutive records with a gradient norm of zero, by rank."""

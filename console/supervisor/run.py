@@ -36,7 +36,7 @@ CODE_CHANGED = "code-changed"
 
 
 class Run:
-    """Owns supervisor.json, the events and the attempts of one phase; `tick` does what is due.
+    """Owns supervisor.json, the events and the attempts of one phase; `tick` does the due work.
 
     With `former`, the run of a former process is continued. Raises UsageError if the phase's
     settings and flags are not valid together.

@@ -1,4 +1,4 @@
-"""`nsa-console bundle`: what is in the archive, what is removed, and hostile run directories."""
+"""`nsa-console bundle`: files of the archive, removed secrets, and hostile run directories."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def environment(library: Path, control: Path, below: Path, record: Path) -> dict
 
 
 def write(control: Path, failure: Failure | None, armed: bool = False) -> None:
-    """Writes what is to fail, in place; nothing fails or is recorded before it is armed."""
+    """Writes the next failure into `control`; until `armed`, no call fails or is recorded."""
     given = failure or Failure("", "", "")
     number = {HANGS: -1, SHORT: -2}.get(given.number) or getattr(errno, given.number, 0)
     data = CONTROL.pack(
