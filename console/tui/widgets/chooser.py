@@ -35,7 +35,7 @@ class Entry:
 
 
 def entries(root: Path) -> list[Entry]:
-    """Returns the newest launches, the newest runs without a launch, and the plans that load."""
+    """Returns the newest launches, the newest runs without a launch, and the valid plans."""
     from console.plans import catalog
     from console.sources import launches
 
