@@ -84,7 +84,7 @@ class LatestRecords:
             self.reason = self.reason or jsonl.text(record, "reason")[:80]
 
     def has(self, record: Record) -> bool:
-        """Returns whether a record was added before, according to its number and its clock."""
+        """Returns whether a record was added before, according to its number and `mono` time."""
         number, newest = (jsonl.integer(each, "n") or 0 for each in (record, self.last))
         mono, last = (jsonl.number(each, "mono") or 0.0 for each in (record, self.last))
         return 1 <= number <= newest and mono <= last
