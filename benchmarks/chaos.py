@@ -218,7 +218,7 @@ class Injected:
     lost_s: float = 0.0
     words: str = ""
     over_s: float = 0.0
-    """When the run had recovered, the plan had ended, or `GUARD_S` was over."""
+    """The time until the run had recovered, the plan had ended, or `GUARD_S` was over."""
 
 
 def schedule(

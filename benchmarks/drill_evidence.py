@@ -25,7 +25,7 @@ from trainers.contract import rundir
 
 @dataclass(frozen=True)
 class Inputs:
-    """All that `explained` reads."""
+    """The inputs of `explained`."""
 
     ranks: tuple[RankEvidence, ...]
     watch: Watch

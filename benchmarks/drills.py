@@ -57,7 +57,7 @@ FAILED = (
 
 
 class Interrupted(Exception):
-    """A signal ends this program."""
+    """All cases end, because of a signal or an unexpected error."""
 
 
 class Drill:
@@ -221,7 +221,7 @@ def clean(started: Started) -> None:
 
 
 def drill(case: Case, stop: threading.Event, record: Path | None = None) -> Result:
-    """Runs one case in a separate directory; stores its evidence in `record`."""
+    """Runs one case in a separate directory; with `record`, stores its evidence there."""
     if stop.is_set():
         raise Interrupted
     try:

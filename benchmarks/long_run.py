@@ -90,7 +90,7 @@ def observe(run: Path) -> None:
 
 
 def in_child(work: Callable[..., Any], *given: Any) -> Any:
-    """Returns the result of `work` in a separate process, so that this process does not grow."""
+    """Runs `work` in a child process, so that this process does not grow; returns the result."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
         return pool.submit(work, *given).result()
 

@@ -105,7 +105,7 @@ class Readers:
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[Path | None]:
-    """Yields a separate file system for the run, or None if this user cannot mount one."""
+    """Yields the path of a file system for the run alone, or None if none can be mounted here."""
     with contextlib.ExitStack() as stack:
         try:
             disk = stack.enter_context(ext4(folder, DISK_MIB))

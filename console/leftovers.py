@@ -1,7 +1,7 @@
 """Ends the trainers that a dead supervisor left behind, at the request of an operator.
 
 A process gets a signal only if all sources agree that it belongs to a launch of this user whose
-supervisor is dead. The row `end-leftovers` of docs/decisions.md lists the sources.
+supervisor is dead. The decision `end-leftovers` in docs/decisions.md lists the sources.
 """
 
 from __future__ import annotations

@@ -329,7 +329,7 @@ class RunState:
     behind_bytes: int = 0
     """Number of bytes of records that have not been read yet; these may have newer values."""
     directory_blocked_s: float = 0.0
-    """Duration of the pending write to the run directory, or 0 if no write is pending."""
+    """Duration so far of the current write or other work in the run directory; 0 without work."""
     checkpoint: str = ""
     """The newest checkpoint in the directory of the run."""
     resumed_step: int = 0

@@ -64,9 +64,9 @@ class Watch:
 class Restart:
     """The policy for restarts of a run from its newest verified checkpoint, or else from its start.
 
-    `stall` includes `crash`. No restart follows `attempts` attempts in a row without a new
-    checkpoint. The wait before a restart is `backoff_s`. The second of these attempts, and each
-    further one, doubles the wait, up to `LONGEST_BACKOFF_S`.
+    `stall` includes `crash`. After `attempts` attempts in a row that wrote no new checkpoint, the
+    run is not restarted. The wait before a restart is `backoff_s`. The second of these attempts,
+    and each further one, doubles the wait, up to `LONGEST_BACKOFF_S`.
     """
 
     when: RestartWhen = "never"

@@ -23,7 +23,7 @@ from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError
 
 RESUME = "resume"
-"""The origin of the setting `checkpoint.resume`."""
+"""The origin of the setting `checkpoint.resume` if this module sets it."""
 FROM_STEP = "checkpoint.from_step"
 
 

@@ -179,8 +179,8 @@ class Facts:
         """Returns the rank to blame, or None if no rank failed.
 
         It is the rank that exited early, or else the first rank that failed by itself, or else the
-        first rank that failed. A rank with an unknown end is blamed before a rank that was
-        terminated or lost its peer.
+        first rank that failed. A rank with an unknown end is not blamed until all processes have
+        ended; it is then blamed before a rank that was terminated or lost its peer.
         """
         failed = [end for end in self.ends if end.failed or (self.over and end.unknown)]
         return self.exited_early() or min(

@@ -1,6 +1,6 @@
 """Finds the target of an operator's action: the run, and the supervisor that gets the request.
 
-Two sources must agree on the run and on the supervisor; see the section Targets of
+Two sources must agree on the run and on the supervisor; see the section Targets in
 docs/decisions.md.
 """
 

@@ -129,7 +129,7 @@ def _cut(q: Tensor, k: Tensor, window: int) -> Iterator[tuple[slice, slice, Tens
 
 
 def _rows(x: Tensor, groups: int) -> Tensor:
-    """`[B, H, S, D]` → `[B, G, S · H/G, D]`: the heads of a token are neighbouring rows."""
+    """`[B, H, S, D]` → `[B, G, S · H/G, D]`: a token's heads in a group are neighbouring rows."""
     return x.unflatten(1, (groups, -1)).transpose(2, 3).flatten(2, 3)
 
 

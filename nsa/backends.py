@@ -16,7 +16,7 @@ FLASH_ATTN_INSTALLED = importlib.util.find_spec("flash_attn") is not None
 """The search is made only once, because it takes 0.1 ms and torch.compile cannot trace it."""
 FLASH_ATTN_LARGEST_HEAD = 256
 FOLDED_UP_TO = 1024
-"""Most tokens whose causal attention folds the heads of a group into the rows of one product."""
+"""Largest number of keys that a query may see in a route with folded heads (`Route.folded`)."""
 
 
 def _switch(default: Any, text: str) -> Any:
@@ -196,7 +196,7 @@ def _fa2_refusal(case: Case, branch: str) -> str:
 
 
 def _sdpa_refusal(case: Case, route: str) -> str:
-    """Returns why flash_only has no effect, or "" if it has or is off."""
+    """Returns why flash_only has no effect, or "" if it has an effect or is off."""
     if not case.switches.flash_only or route in ("none", "flash-attn"):
         return ""
     if case.config.d_k != case.config.d_v:

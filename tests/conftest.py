@@ -1,4 +1,4 @@
-"""What all tests share: generated examples, the order of the files, skipped tests, launches."""
+"""For all tests: generated examples, the order of the files, skipped tests, launches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starts real launches for the tests, waits for their progress, and ends what is left of them."""
+"""Starts real launches for the tests, waits for their progress, and ends their processes."""
 
 from __future__ import annotations
 

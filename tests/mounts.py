@@ -16,7 +16,10 @@ TOOLS = ("fsfreeze", "mkfs.ext4", "mount", "umount")
 
 @contextmanager
 def ext4(folder: Path, mib: int) -> Iterator[Path]:
-    """Yields a sparse ext4 on a loop device, then thaws and unmounts it; else skips the test."""
+    """Yields the path of a sparse ext4 on a loop device; afterwards, thaws and unmounts it.
+
+    Skips the test if none can be mounted here.
+    """
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if os.geteuid() != 0 or missing:
         pytest.skip(f"needs root and {', '.join(missing or TOOLS)} for a file system to freeze")
@@ -36,7 +39,10 @@ def ext4(folder: Path, mib: int) -> Iterator[Path]:
 
 @contextmanager
 def tmpfs(folder: Path, mib: int, mode: str = "rw") -> Iterator[Path]:
-    """Yields a file system of this size in memory, then unmounts it; else skips the test."""
+    """Yields the path of a file system of this size in memory; afterwards, unmounts it.
+
+    Skips the test if none can be mounted here.
+    """
     mount = folder / "tmpfs"
     mount.mkdir()
     words = ["mount", "-t", "tmpfs", "-o", f"{mode},size={mib}m,mode=0700", "tmpfs", str(mount)]

@@ -124,7 +124,7 @@ class Saver:
     def _write(
         self, state: State, writer: FileSystemWriter, position: Manifest, target: Path
     ) -> Path:
-        """Writes and seals one checkpoint."""
+        """Writes and completes one checkpoint."""
         try:
             state_dict_saver.save(
                 state, storage_writer=writer, process_group=self._group,

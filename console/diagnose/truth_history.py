@@ -71,7 +71,7 @@ class TruthHistory:
         self.first: Progress | None = None
         """The record of step 1 of rank 0."""
         self.losses: deque[float] = deque(maxlen=KEPT_LOSSES)
-        """The newest losses of rank 0, without losses that are not finite or not plausible."""
+        """The newest losses of rank 0 that are finite and plausible."""
         self.same: dict[str, Same] = {"loss": Same(), "grad_norm": Same()}
         self.zero_norms: dict[int, int] = {}
         """Number of consecutive records with a gradient norm of zero, by rank."""
@@ -120,7 +120,7 @@ class TruthHistory:
                 self._skips.clear()
             self._skips.append((progress.step, skipped))
 
-    # --- over the records of rank 0 ------------------------------------------------------------
+    # --- the records of rank 0 -----------------------------------------------------------------
 
     def skipped_share(self, steps: int, after: int) -> tuple[float, int] | None:
         """Returns two values: the share of skipped steps, and the number of steps that it covers.
@@ -144,7 +144,7 @@ class TruthHistory:
         times = [each.step_s for each in newest if each.step_s and each.step_s > SHORTEST_S]
         return median(times) if len(times) == WINDOW else None
 
-    # --- over the ranks ------------------------------------------------------------------------
+    # --- the records of all ranks --------------------------------------------------------------
 
     def _complete(self) -> list[dict[int, Progress]]:
         """Returns the stored steps that every rank has recorded, oldest first."""
@@ -215,7 +215,7 @@ class TruthHistory:
         )
         return ratio if bound >= SURELY else bound, text
 
-    # --- over the samples ----------------------------------------------------------------------
+    # --- the GPUs ------------------------------------------------------------------------------
 
     def own_gpus(self, gpus: Sequence[Gpu]) -> list[Gpu]:
         """Returns the GPUs with at least as much memory in use as a rank of this run reserves.

@@ -90,7 +90,7 @@ def _phases(plan: Record, state: Record) -> tuple[tuple[PhaseState, ...], str]:
 def _contradiction(
     plan: Record, state: Record, phases: Sequence[PhaseState], existing: Sequence[str]
 ) -> str:
-    """Returns how the phases of the documents and directories differ, or "" if they seem equal."""
+    """Returns a contradiction between documents and run directories, or "" if none is found."""
     planned, reached = (
         [line(entry, "name", "?") for entry in entries(each, "phases")] for each in (plan, state)
     )

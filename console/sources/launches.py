@@ -1,7 +1,7 @@
 """Finds launches and runs on disk by directory, id, unique prefix or `latest`.
 
-For an action (`act`), a match by id or by `latest` is compared with a second source. See the rows
-`target-id` and `target-latest` of docs/decisions.md.
+For an action (`act`), a match by id or by `latest` is compared with a second source. See the
+decisions `target-id` and `target-latest` in docs/decisions.md.
 """
 
 from __future__ import annotations

@@ -130,9 +130,10 @@ class LogSource:
 
 
 def _event_line(record: dict[str, object], last: dict[str, object]) -> LogLine | None:
-    """Returns an event as a line, or None if it is not valid or repeats the last sentence.
+    """Returns an event as a line, or None if it is not valid or repeats the event before it.
 
-    A verdict, its alert and the new state are three events with one sentence.
+    Only events within `SAME_S` are compared: a verdict, its alert and the new state are three
+    events with one sentence.
     """
     text = jsonl.text(record, "text")
     ts = jsonl.number(record, "ts")

@@ -217,7 +217,7 @@ class RankTotals:
     newest: int = 0
     """The newest attempt with a record."""
     step: int = 0
-    """The newest completed step that no attempt has to repeat."""
+    """The newest surviving step."""
     progress: int = 0
     """Number of progress records."""
     memory_mib: Peak = field(default_factory=Peak)
@@ -244,9 +244,9 @@ class RankTotals:
     dropped_steps: bool = False
     """True if a step was dropped, because only the newest steps are stored."""
     checkpoints: deque[int] = field(default_factory=lambda: deque(maxlen=KEPT_CHECKPOINTS))
-    """The steps of the newest checkpoints that no attempt has to repeat."""
+    """The newest surviving steps with a checkpoint."""
     saved_count: int | None = 0
-    """The number of checkpoints that no attempt has to repeat, or None if it is lost."""
+    """The number of surviving steps with a checkpoint, or None if this number is lost."""
     live: deque[Live] = field(default_factory=lambda: deque(maxlen=2 * len(LIVE_STEPS)))
 
     def add(self, record: Record) -> bool:

@@ -62,7 +62,7 @@ class LatestRecords:
     """The first reason that the rank recorded for its halt or exit, or "" if there is none."""
     step: int = 0
     halt: int | None = None
-    """The step of the `halt` record, None once the rank records progress again."""
+    """The step of the newest `halt` record, or None if there is none since the last progress."""
     records: int = field(default=0, compare=False)
     """The number of records that this reader has added."""
     pace: Pace = field(default=UNTIMED, compare=False)
@@ -84,7 +84,7 @@ class LatestRecords:
             self.reason = self.reason or jsonl.text(record, "reason")[:80]
 
     def has(self, record: Record) -> bool:
-        """Returns whether a record was added before, according to the numbers of the records."""
+        """Returns whether a record was added before, according to its number and `mono` time."""
         number, newest = (jsonl.integer(each, "n") or 0 for each in (record, self.last))
         mono, last = (jsonl.number(each, "mono") or 0.0 for each in (record, self.last))
         return 1 <= number <= newest and mono <= last

@@ -92,7 +92,7 @@ class Attempt:
         self.stage = "run"
         self._sample()
 
-    # --- what the run calls --------------------------------------------------------------------
+    # --- called by the run ---------------------------------------------------------------------
 
     def tick(self) -> None:
         """Does the work that is due."""

@@ -93,7 +93,7 @@ class Collector:
         self.wants_dump = frozenset()
 
     def poll(self, ranks: Sequence[RankEvidence]) -> None:
-        """Collects the next part of the evidence about `ranks`, which make no progress."""
+        """Collects the next part of the evidence; `ranks` are all ranks of the run."""
         positions, now = _positions(ranks), time.monotonic()
         if positions != self._positions:
             self.complete = None

@@ -88,7 +88,7 @@ def phases(plan_state: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def events(folder: Path, below: Path) -> list[dict[str, Any]]:
-    """Returns the newest events of a launch or run, without lines that are not records."""
+    """Returns the newest events of a launch or run; lines that are no records are left out."""
     data = jsonl.read_bytes(folder / rundir.EVENTS, EVENTS_BYTES, below=below)
     return [record for record in map(jsonl.decode, data.splitlines()) if record is not None]
 

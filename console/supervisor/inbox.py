@@ -228,9 +228,10 @@ class Poller:
         directory.check_for_changes = self._has_changed
 
     def start(self, runs: Sequence[Path], attempt: Attempt | None, every_s: float) -> bool:
-        """Starts a poll if it is due, or `every_s` after the last; returns whether it was started.
+        """Starts a poll if it is due and none is running; returns whether a poll was started.
 
-        `runs` are the runs that have started; `attempt` is the current attempt.
+        A poll is due in each new second, after a change, and `every_s` after the last. `runs` are
+        the runs that have started; `attempt` is the current attempt.
         """
         now, changed = time.monotonic(), self._directory.changed
         is_new_second = int(now) != int(self._heartbeats_at)

@@ -1,4 +1,4 @@
-"""Rotates the logs of an attempt, and splits its samples into compressed parts.
+"""Rotates the logs of an attempt; splits the samples of a run, and compresses the older parts.
 
 Ranks and torchrun open logs with O_APPEND. They therefore write at the beginning of a log after the
 log was copied to `.1` and truncated. Bytes written between the end of the copy and the truncation
@@ -138,7 +138,7 @@ def _compress(part: Path) -> None:
 
 
 class Upkeep:
-    """Rotates the logs and splits the samples of one attempt, on the thread of the directory."""
+    """Rotates an attempt's logs and splits the run's samples, on the thread of the directory."""
 
     def __init__(self, directory: Directory, run: Path, attempt: int, samples: Path):
         self._directory, self._run, self._due_at = directory, run, 0.0

@@ -36,7 +36,7 @@ CODE_CHANGED = "code-changed"
 
 
 class Run:
-    """Owns supervisor.json, the events and the attempts of one phase; `tick` does what is due.
+    """Owns supervisor.json, the events and the attempts of one phase; `tick` does the due work.
 
     With `former`, the run of a former process is continued. Raises UsageError if the phase's
     settings and flags are not valid together.
@@ -150,7 +150,7 @@ class Run:
         self.state, self.why = "restarting", jsonl.text(state, "why")[:400]
         return True
 
-    # --- what the launch calls -----------------------------------------------------------------
+    # --- called by the launch ------------------------------------------------------------------
 
     @property
     def live(self) -> Path | None:

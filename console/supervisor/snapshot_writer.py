@@ -44,7 +44,7 @@ class Snapshots:
         self._run_job(lambda: snapshot.load(self._run, stored, self._reducer), None)
 
     def poll(self) -> None:
-        """Writes what is due, unless a write still waits for the disk. Call it once a second."""
+        """Starts the write that is due, unless an earlier one waits. Call it once a second."""
         if self._is_waiting:
             return
         if time.monotonic() - self._written >= EVERY_S:

@@ -48,7 +48,7 @@ def launch(tmp_path_factory):
     return path
 
 
-# --- standard output that takes nothing -------------------------------------------------------
+# --- standard output that cannot be written ---------------------------------------------------
 
 
 @pytest.mark.parametrize("words", ["flags", "--help", "logs {}"])
@@ -233,7 +233,7 @@ def test_an_alert_is_told_once_and_again_only_after_it_was_no_longer_open():
     ]  # fmt: skip
 
 
-# --- halt without a supervisor, and on a directory that takes nothing --------------------------
+# --- halt without a supervisor, and in a directory that cannot be written ----------------------
 
 
 def test_a_halt_that_finds_no_room_for_a_request_writes_the_file(tmp_path):

@@ -132,7 +132,7 @@ def test_the_row_of_an_unconfirmed_phase_shows_unknown_gates(passed, capsys):
     assert "1-second       completed  gates passed" in out
 
 
-# --- processes that live ------------------------------------------------------------------------
+# --- living processes ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["empty", "no phases", "no index", "ended", "other run"])
@@ -194,7 +194,7 @@ def test_a_lost_rank_by_an_alert_and_the_kernel_is_a_crash(tmp_path):
     assert status_text.exit_code(RunSource(path).poll()) == 5
 
 
-# --- what was read, and what was not ------------------------------------------------------------
+# --- records that are not read ------------------------------------------------------------------
 
 
 def test_skipped_records_name_the_part_that_was_read(passed, capsys):

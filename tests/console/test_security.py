@@ -120,7 +120,7 @@ def test_a_lock_that_is_another_file_too_is_not_written(tmp_path):
     assert precious.read_text() == "mine"
 
 
-# --- words and environment --------------------------------------------------------------------
+# --- programs, arguments and environment ------------------------------------------------------
 
 
 @pytest.mark.parametrize(

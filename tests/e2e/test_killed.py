@@ -98,7 +98,7 @@ class Journey:
     def count(self, phase: str, what: str) -> int:
         return len({line.step for line in self.lines(phase) if line.what == what})
 
-    # --- what a test does ----------------------------------------------------------------------
+    # --- actions of a test ---------------------------------------------------------------------
 
     def wait_for(self, where: str) -> None:
         """Waits for a random moment in the part `where` of the plan."""
@@ -161,7 +161,7 @@ class Journey:
         self.launches.append(self._begin.adopt(again))
         return False
 
-    # --- what must hold ------------------------------------------------------------------------
+    # --- checks --------------------------------------------------------------------------------
 
     def check(self) -> None:
         told = "\n".join(self.told)

@@ -1,10 +1,11 @@
-/* Makes calls on files below two directories fail, as a sick disk or a full table of files does.
+/* Makes calls on files below some directories fail, as a faulty disk or a full table of files does.
 
-   LD_PRELOADed into one process and what it forks; programs that it starts do not get it.
-   ERRORS_BELOW is a directory, ERRORS_LIVE the beginning of other directories' paths: of these each
-   file is named live/NAME. ERRORS_CONTROL is a file with a `struct control`, which says which calls
-   fail and counts them; whoever writes it does so while it is not armed. ERRORS_RECORD is a file
-   that gets a line for each call while it is armed: the call's name, a tab, the file. */
+   LD_PRELOAD loads this library into one process and its forks, but not into programs that these
+   start. ERRORS_BELOW is a directory. ERRORS_LIVE is the beginning of the paths of other
+   directories; a file in these is named live/NAME. ERRORS_CONTROL is a file with a `struct control`,
+   which says which calls fail, and counts them; it is written only while it is not armed.
+   ERRORS_RECORD is a file that gets a line for each call while the control is armed: the name of
+   the call, a tab, the file. */
 
 #define _GNU_SOURCE
 #include <dirent.h>
@@ -27,12 +28,12 @@
 
 struct control {
     int armed;
-    int seen, failed;     /* calls that fitted, and those of them that failed */
-    int number, at;       /* the errno, 0 for none, and which call fails first: 1 is the first;
-                             HANGS: all calls wait while it stands there, but for live files;
-                             SHORT: half of a write is done, and the next one finds a full disk */
-    int lasting;          /* all further ones fail too */
-    char call[32], file[256]; /* which calls fit: their name, and a pattern of files */
+    int seen, failed;     /* matching calls, and those of them that failed */
+    int number, at;       /* the errno, 0 for none, and the first call that fails, from 1;
+                             HANGS: while armed, all calls wait, except those on live files;
+                             SHORT: half of a write is done, and the next write gets ENOSPC */
+    int lasting;          /* later matching calls fail too */
+    char call[32], file[256]; /* the name of matching calls, and a pattern of their files */
 };
 static volatile struct control *control;
 enum { HANGS = -1, SHORT = -2 };
@@ -63,7 +64,7 @@ __attribute__((constructor)) static void begin(void)
     unsetenv("LD_PRELOAD");
 }
 
-/* Returns the part of a path by which its file is named, NULL for one that is elsewhere. */
+/* Returns the name of a file for the record, or NULL for a file outside the directories. */
 static const char *named(const char *path, char *name, size_t size)
 {
     size_t length = strlen(below);
@@ -78,7 +79,7 @@ static const char *named(const char *path, char *name, size_t size)
     size_t folder = base + 1 - live;
     if (strncmp(path, live, folder))
         return NULL;
-    const char *rest = path + folder + (path[folder] == '.'); /* one that is not ready has a dot */
+    const char *rest = path + folder + (path[folder] == '.'); /* a directory that is not ready has a dot */
     if (strncmp(rest, base + 1, length - folder))
         return NULL;
     rest = strchr(rest, '/');
@@ -86,7 +87,7 @@ static const char *named(const char *path, char *name, size_t size)
     return name;
 }
 
-/* Says whether this call on this path has to fail (errno is set then), or (SHORT) to do half. */
+/* Returns whether this call on this path must fail (errno is then set) or, with SHORT, write half. */
 static int fails(const char *which, const char *path)
 {
     char name[PATH_MAX];

@@ -14,13 +14,13 @@ from tests.fakes import compiled
 
 SOURCE = Path(__file__).with_name("errors.c")
 CONTROL = struct.Struct("=6i32s256s")
-"""As errors.c has it."""
+"""The layout of `struct control` in errors.c."""
 CHANGING = re.compile(r"(?<![A-Za-z])[0-9a-f]{8,}(?![A-Za-z])|\d+")
 """Numbers and random words that differ from run to run."""
 HANGS = "HANGS"
-"""In the place of an error: every call on a file of the run directory waits."""
+"""Used as an error: every call on a file of the run directory waits."""
 SHORT = "SHORT"
-"""In the place of an error: half of a write is done, and the next one meets ENOSPC."""
+"""Used as an error: a write writes only half of its data, and the next write gets ENOSPC."""
 FULL = ("create", "write", "sync", "mkdir", "rename", "allocate", "send")
 OPENING = ("open", "create", "list")
 NUMBERS: Mapping[str, tuple[str, ...]] = {
@@ -34,7 +34,7 @@ NUMBERS: Mapping[str, tuple[str, ...]] = {
         "readdir",
     )
 }  # fmt: skip
-"""The errors that each call can have: EIO, and where the disk or the table of files is full."""
+"""The errors of each call: EIO, and the errors of a full disk or a full table of files."""
 
 
 def build(folder: Path) -> Path:
@@ -44,7 +44,7 @@ def build(folder: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The `at`-th call of a name on files of a pattern fails; `lasting`: all after it too."""
+    """The `at`-th call of this name and file pattern fails; if `lasting`, later calls fail too."""
 
     call: str
     file: str
@@ -66,7 +66,7 @@ def environment(library: Path, control: Path, below: Path, record: Path) -> dict
 
 
 def write(control: Path, failure: Failure | None, armed: bool = False) -> None:
-    """Writes what is to fail, in place; nothing fails or is recorded before it is armed."""
+    """Writes the next failure into `control`; until `armed`, no call fails or is recorded."""
     given = failure or Failure("", "", "")
     number = {HANGS: -1, SHORT: -2}.get(given.number) or getattr(errno, given.number, 0)
     data = CONTROL.pack(
@@ -82,13 +82,13 @@ def is_armed(control: Path) -> bool:
 
 
 def counts(control: Path) -> tuple[int, int]:
-    """Returns how many calls fitted, and how many of them failed."""
+    """Returns two values: the number of calls with this name and pattern, and of failures."""
     _, seen, failed, *_ = CONTROL.unpack(control.read_bytes())
     return seen, failed
 
 
 def sites(record: Path) -> dict[tuple[str, str], int]:
-    """Returns the calls of a record by name and file, numbers left open, and how often each was."""
+    """Returns the number of calls in a record by call and file; `*` replaces `CHANGING`."""
     found: Counter[tuple[str, str]] = Counter()
     for line in record.read_text().splitlines():
         call, _, name = line.partition("\t")
@@ -101,8 +101,8 @@ def failures(
 ) -> list[Failure]:
     """Returns each site with each of its errors: the first call, the second, the last, and all.
 
-    Of a site that is `known` from elsewhere EIO alone: the first, the last, and all. With `few`
-    none of those, and of the others the first and all.
+    A site in `known` gets only EIO: in the first call, the last, and all. With `few`, the sites in
+    `known` are left out, and the other sites get their errors in the first call, and in all.
     """
     found: list[Failure] = []
     for (call, name), count in of.items():

@@ -209,7 +209,7 @@ int nvmlDeviceGetComputeRunningProcesses_v3(void *d, unsigned *count, struct pro
 
 struct event { void *device; unsigned long long type, data; unsigned gi, ci; };
 
-/* Returns the number of events there are; fills in the first for the set behind `*line`. */
+/* Returns the number of all events; sets `event` to the first event of the set from `*line` on. */
 static unsigned events(struct set *set, unsigned *line, struct event *event) {
     FILE *stream = beside("events.txt");
     unsigned count = 0, device, via;
@@ -247,7 +247,7 @@ int nvmlDeviceRegisterEvents(void *d, unsigned long long types, void *set) {
     if (code == SUCCESS) ((struct set *)set)->devices |= 1ull << ((uintptr_t)d - 1);
     return code;
 }
-/* A lost device, or one that refuses `wait`, fails the wait of every set that it is in, after the events before. */
+/* If a device of the set is lost or refuses `wait`, the wait fails once the earlier events are returned. */
 int nvmlEventSetWait_v2(void *waiting, struct event *event, unsigned timeout) {
     struct set *set = waiting;
     for (unsigned passed = 0;; passed += 10) {

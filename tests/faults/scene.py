@@ -1,4 +1,4 @@
-"""An injected fault: the text and the time at which a console shows it, and what is left of it."""
+"""An injected fault: when and how a console shows it, and which processes and files remain."""
 
 from __future__ import annotations
 
@@ -174,7 +174,11 @@ class Scene:
         self.ended(started, "stopped", 4)
 
     def ended(self, started: Started, state: str, code: int) -> str:
-        """Checks the end of a run, its newest checkpoints and what is left; returns the reason."""
+        """Checks that a launch has ended in this state and with this exit code of `status`.
+
+        No process of the launch and no file in shared memory may remain, and the newest checkpoint
+        of each run, if there is one, must be intact. Returns the reason of the state.
+        """
         tokens = [started.token(int(run.name.partition("-")[0])) for run in started.runs()]
         owner = started.plan_state.get("supervisor", {})
         started.wait(

@@ -237,7 +237,7 @@ class Case:
             token for token in (told, *(jsonl.text(end, "token") for end in self._ends())) if token
         }
 
-    # --- the truth, and what is said -----------------------------------------------------------
+    # --- checks of the records and the state ---------------------------------------------------
 
     def _ends(self) -> list[dict[str, Any]]:
         return _lines(self._folder / "ends.jsonl")

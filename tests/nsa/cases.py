@@ -113,7 +113,10 @@ def gradients(layer: nn.Module, x: Tensor, weight: Tensor) -> dict[str, Tensor]:
 def reference_gradients(
     layer: nn.Module, x: Tensor, weight: Tensor, config: ModelConfig, selected: Tensor | None
 ) -> tuple[dict[str, Tensor], Reference]:
-    """Returns gradients of the reference for the same (rounded) values, and the reference."""
+    """Returns the output and the gradients of the reference by name, and the reference.
+
+    The reference computes in float64, with the values of the weights and of `x` in their own dtype.
+    """
     weights = by_projection(layer, {n: p.detach() for n, p in layer.named_parameters()})
     params = {n: p.double().clone().requires_grad_() for n, p in weights.items() if p is not None}
     x = x.detach().double().requires_grad_()

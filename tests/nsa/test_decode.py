@@ -53,7 +53,7 @@ def test_a_prompt_computed_token_by_token_is_continued_in_bfloat16():
 @settings(max_examples=12)
 @given(configs(), st.integers(2, 40), st.data())
 def test_blocks_of_any_length_continue_a_sequence(route, config, seq_len, data):
-    """A prefill in drawn blocks, which may be single tokens, equals one forward."""
+    """A prefill in blocks of random lengths, also of one token, equals one forward."""
     cuts = sorted(data.draw(st.sets(st.integers(1, seq_len - 1), max_size=4)))
     torch.manual_seed(seq_len)
     layer = routed(config, route).double()

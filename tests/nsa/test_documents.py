@@ -60,7 +60,7 @@ def test_packed_documents_equal_each_alone(route, config, lengths, batch):
 @given(configs(), st.lists(st.integers(1, 20), min_size=1, max_size=5), st.data())
 @example(model_config(), SHORT_AND_LONG, None)
 def test_packed_documents_are_decoded_as_each_alone(route, config, lengths, data):
-    """The blocks have drawn lengths; a block may be one token or contain several document ends."""
+    """A part between two cuts may be one token, or contain the ends of several documents."""
     total, ends = sum(lengths), offsets(lengths)
     cuts = {8, 9, 10, 30} if data is None else data.draw(st.sets(st.integers(1, total), max_size=5))
     edges = sorted({0, total} | {cut for cut in cuts if cut < total})

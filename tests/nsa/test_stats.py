@@ -1,4 +1,4 @@
-"""Statistics: their values, and that computing them does not wait for the device."""
+"""Statistics: their values, and their computation without a wait for the device."""
 
 import math
 

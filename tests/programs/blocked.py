@@ -40,7 +40,7 @@ def sleep() -> None:
 
 
 def skip() -> None:
-    """Blocks; so the other rank waits in the all-reduce of its backward."""
+    """Blocks, so the other rank waits in the all-reduce of its backward."""
     time.sleep(LONG_S)
 
 

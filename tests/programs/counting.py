@@ -1,9 +1,9 @@
 """Counts its steps, saves and resumes like the trainers, without torch and without a model.
 
 The small torchrun starts it in place of `trainers.ddp`. `report.out_dir` is the folder in which
-each rank appends a line per step that all ranks have done, and rank 0 a line per sealed checkpoint.
-Rank 0 saves a checkpoint when the lines of all ranks are written. At the end, each rank waits until
-the folder has no file `hold`.
+each rank appends a line per step that all ranks have done, and rank 0 a line per complete
+checkpoint. Rank 0 saves a checkpoint when the lines of all ranks are written. At the end, each rank
+waits until the folder has no file `hold`.
 """
 
 import os

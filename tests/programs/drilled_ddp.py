@@ -178,7 +178,7 @@ def send_much() -> None:
 
 
 def compute_a_while() -> None:
-    """Computes while something happens to this process from outside."""
+    """Computes for 60 s; another process stops, traces, freezes or kills this process meanwhile."""
     until = time.monotonic() + 60
     while time.monotonic() < until:
         torch.eye(64).matmul(torch.ones(64, 64))

@@ -223,7 +223,7 @@ def read_shard() -> None:
         stream.read()
 
 
-# --- what happens to a process from outside ------------------------------------------------------
+# --- stopped or slowed from outside --------------------------------------------------------------
 
 
 def pause_here() -> None:

@@ -89,7 +89,7 @@ def test_a_loaded_run_goes_on_bitwise(tmp_path):
 
 
 def made_sharded(seed: int, parallel: Group) -> Parts:
-    """Returns parts of FSDP2 with drawn weights and averages."""
+    """Returns parts of FSDP2 with random weights and averages."""
     resolved = settings.resolve(CONFIG, {}, small(train__seed=seed)).settings
     shards = sharded(parallel, resolved)
     plain, model = build.make_model(resolved, shards)

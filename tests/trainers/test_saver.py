@@ -49,7 +49,7 @@ def test_a_background_save_holds_the_moment_it_began(tmp_path):
 
 
 def test_the_thread_of_background_saves_uses_the_gpu_of_its_rank(tmp_path, monkeypatch):
-    """Otherwise this thread of each rank would use GPU 0."""
+    """By default, this thread of each rank would use GPU 0."""
     chosen, own = [], torch.device("cuda", 1)
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     for device in (torch.device("cpu"), own):

@@ -35,7 +35,7 @@ WORDS: dict[Level, str] = {"crit": "! CRIT", "warn": "! WARN", "info": "  info"}
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """One message of the alert line: an alert, or a fact about the run, the launch or the screen.
+    """One message of the alert line: an alert, a late action, or a fact on run, launch or screen.
 
     `hint` names the keys that help; `alert` is the id of the alert that A acknowledges.
     """

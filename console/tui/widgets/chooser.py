@@ -35,7 +35,7 @@ class Entry:
 
 
 def entries(root: Path) -> list[Entry]:
-    """Returns the newest launches, the newest runs without a launch, and the plans that load."""
+    """Returns the newest launches, the newest runs without a launch, and the valid plans."""
     from console.plans import catalog
     from console.sources import launches
 
@@ -91,7 +91,7 @@ class Chooser(Reader):
 
 
 class ChartList(Reader):
-    """A list of charts; calls `then` with the chosen titles in order; () means the defaults."""
+    """Lists the charts, and calls `then` with the chosen titles in order; () means the defaults."""
 
     def __init__(self, shown: Sequence[str], then: Callable[[Sequence[str]], object]):
         self._shown, self._then = list(shown), then

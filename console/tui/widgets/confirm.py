@@ -31,7 +31,7 @@ def question_rows(question: Question, width: int) -> list[Row]:
 
 
 class Confirm(Overlay):
-    """A question; calls `then` with the choice. No is the default; No and Escape call nothing.
+    """Asks a question; calls `then` with the choice, but not for the default No or for Escape.
 
     The facts of an open question do not change. While the terminal is too small to show them all,
     only No works.
@@ -112,7 +112,7 @@ class Confirm(Overlay):
 
 
 class Editor(Overlay):
-    """A field; calls `then` with the text. `check` raises UsageError for an invalid text.
+    """Edits one value; calls `then` with the text. `check` raises UsageError for an invalid text.
 
     The error is shown while the operator types.
     """

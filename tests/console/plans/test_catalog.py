@@ -112,7 +112,7 @@ def test_a_missing_program_is_refused_by_name(tmp_path, program):
 
 @pytest.fixture
 def unwritable(tmp_path):
-    """A folder that this user cannot write, even as root."""
+    """A folder that this user cannot write, even if this user is root."""
     folder = tmp_path / "closed"
     folder.mkdir(mode=0o500)
     if os.geteuid() != 0:

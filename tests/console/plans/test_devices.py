@@ -1,4 +1,4 @@
-"""The measured rows of the preflight: real processes, planted faults, and what is not measured."""
+"""The measured rows of the preflight: real processes, planted faults, and missing measurements."""
 
 from __future__ import annotations
 

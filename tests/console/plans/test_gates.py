@@ -1,4 +1,4 @@
-"""Gates over recorded heartbeats: value, span, bound, result, and what is missing."""
+"""Gates over recorded heartbeats: value, span, bound, result, and missing records."""
 
 from __future__ import annotations
 

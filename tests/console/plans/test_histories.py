@@ -1,7 +1,7 @@
 """No gate passes over the damaged records of a random history if the true value breaks its bound.
 
-A history is drawn step by step, with the files that its processes would write. Then the files, the
-pulses and the counts are damaged.
+A history is built from random steps, with the files that its processes would write. Then the files,
+the pulses and the counts are damaged.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def same_state(run: Path) -> None:
 
 
 def bands(series: Series, name: str) -> list[object]:
-    """Returns the points of a series at each resolution, and then its open spans."""
+    """Returns the points of a series at each resolution, and then the `Thinner` of its file."""
     held = [series._spans.get((name, level)) for level in range(len(SPANS_S))]
     thinner = series.thinners.get(series._files.get(name, ""))
     return [*(spans and spans.points() for spans in held), thinner]

@@ -1,4 +1,4 @@
-"""What a reader says when a clock was set back: ages, states and charts."""
+"""The ages, states and charts that a reader shows after a clock was set back."""
 
 from __future__ import annotations
 

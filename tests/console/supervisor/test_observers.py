@@ -40,9 +40,10 @@ CASES = [*((name, ALWAYS) for name in OBSERVERS), ("processes and pulses", ONCE)
 
 @pytest.fixture(scope="module")
 def launched(begin, tmp_path_factory):
-    """A launch for each case, all at the same time; its observer fails once or at each later call.
+    """A launch for each case, all at the same time. The observer of the case fails in each launch.
 
-    The ranks end after all alerts are raised and all requests are answered.
+    It fails in its second call only, or in each call after its first. The ranks end after all
+    alerts are raised and all requests are answered.
     """
     begun, go = {}, tmp_path_factory.mktemp("observers") / "go"
     for name, when in CASES:

@@ -95,7 +95,7 @@ def test_a_document_whose_write_failed_is_written_with_the_next_document(tmp_pat
 
 
 def test_a_new_process_gives_up_the_documents_of_an_earlier_run_that_is_not_at_its_path(tmp_path):
-    """Otherwise they would fail for ever, with an alert and a wait at the end of the launch."""
+    """Writes of such documents would fail again and again, and delay the end of the launch."""
 
     def record(token):
         return {"environment": {environ.TOKEN: token}}

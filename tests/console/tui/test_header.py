@@ -1,4 +1,4 @@
-"""The header and the alert line: their text for a state, and that they fit a width."""
+"""The header and the alert line: their text for a state, and its fit to a width."""
 
 from __future__ import annotations
 

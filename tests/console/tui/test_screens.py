@@ -1,4 +1,4 @@
-"""What the screen shows of a state, and that no row is wider than its widget."""
+"""The text of the screen for a state; no row is wider than its widget."""
 
 from __future__ import annotations
 
