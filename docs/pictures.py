@@ -5,6 +5,7 @@ Launches the plan of the end-to-end test, runs the screen without a terminal, an
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import os
 import re
@@ -80,6 +81,7 @@ def capture_run(path: Path, root: Path, source: RunSource) -> None:
 
 def main() -> None:
     """Makes all pictures: before a launch, of a running phase, and of a stalled rank."""
+    argparse.ArgumentParser(prog="python -m docs.pictures", description=__doc__).parse_args()
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)

@@ -17,6 +17,7 @@ from console import action_table
 from console.cli import build_parser, main
 from console.diagnose import causes, rules, truth
 from console.plans import catalog, gates, preflight
+from docs import pictures
 from docs.keys import as_markdown
 from trainers import command_line, schema
 from trainers.contract import flags, pulse, rundir
@@ -267,3 +268,13 @@ def test_the_benchmarks_are_listed_and_chosen_by_name():
         assert (done.returncode, text in said) == (code, True)
     assert "eight measurements" in (ROOT / "README.md").read_text()
     assert len(NAMES) == 8
+
+
+@pytest.mark.parametrize(("words", "code"), [(["--help"], 0), (["anything"], 2)])
+def test_the_pictures_are_not_made_by_a_question(words, code, monkeypatch, capsys):
+    monkeypatch.setattr(pictures, "capture", lambda *_: pytest.fail("makes pictures"))
+    monkeypatch.setattr(sys, "argv", ["pictures", *words])
+    with pytest.raises(SystemExit) as left:
+        pictures.main()
+    assert left.value.code == code
+    assert "usage:" in "".join(capsys.readouterr())

@@ -70,7 +70,7 @@ def _join(arguments: Arguments, variables: Mapping[str, str], resolved: Resolved
     """Returns this rank's `Member` of its run.
 
     Raises UsageError if --run-dir is needed and missing, and RefusedError if the directory already
-    contains a run, belongs to a training or a launch that is alive, or cannot be used.
+    contains a run, belongs to a training that is alive, or cannot be used.
     """
     supervised = environ.RUN_ID in variables
     resumes = resolved.settings.checkpoint.resume == AUTO and not supervised

@@ -10,14 +10,13 @@ from console.action_table import ACTIONS
 from console.model import LaunchState, RunState
 from console.status_text import counted
 from console.tui.confirmations import CannotAsk, Choice, Question
-from trainers.contract.errors import ContractError
 
 
 def next_phase_values(launch: LaunchState) -> Mapping[str, str]:
     """Returns the planned values of flags in the next phase, or {} if no phase is left.
 
-    The values come from the flags of the phase, or else from its settings. Returns {} too if the
-    plan of the launch cannot be read.
+    The values come from the flags of the phase, or else from its settings. Raises ContractError if
+    the plan of the launch cannot be read.
     """
     if not launch.rest:
         return {}
@@ -25,12 +24,9 @@ def next_phase_values(launch: LaunchState) -> Mapping[str, str]:
     from console.supervisor import launch_spec
 
     index = launch.rest[0].index
-    try:
-        given = launch_spec.load(Path(launch.path))
-        flags = given.flags(index, {})
-        held = flag_settings(given.settings(index, flags))
-    except ContractError:
-        return {}
+    given = launch_spec.load(Path(launch.path))
+    flags = given.flags(index, {})
+    held = flag_settings(given.settings(index, flags))
     return {**held, **{name: flag.value for name, flag in flags.items()}}
 
 

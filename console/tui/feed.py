@@ -18,6 +18,7 @@ from console.model import CLOCK_S, LIVE_STATES, LaunchState, LogLine, RunState, 
 from console.sources.series import Points
 from console.tui.draft import next_phase_values
 from trainers.contract import jsonl, rundir
+from trainers.contract.errors import ContractError
 
 if TYPE_CHECKING:
     from console.sources.logs import LogSource
@@ -52,7 +53,8 @@ class ScreenData:
     log_begins: bool = False
     trouble: str = ""
     coming: Mapping[str, str] = field(default_factory=dict)
-    """The planned flags of the next phase."""
+    """The planned flags of the next phase; `coming_trouble` says why they are missing."""
+    coming_trouble: str = ""
 
 
 def open_source(path: Path) -> RunSource:
@@ -195,6 +197,7 @@ class Feed:
         source = self._source
         self._stamps = self._stamp()  # a file that changes during the read is read again
         state = self._state = poll_confirmed(source, former=False)
+        coming, coming_trouble = self._poll_coming(state.launch)
         run = source.run_path
         log, begins = self._poll_logs(run, state)
         series, recorded = source.series, source.series.names
@@ -211,7 +214,8 @@ class Feed:
             last_verdict,
             log,
             begins,
-            coming=self._poll_coming(state.launch),
+            coming=coming,
+            coming_trouble=coming_trouble,
         )
 
     def _unless_same(self, name: str, mark: object, make: Callable[[], Any]) -> Any:
@@ -259,11 +263,17 @@ class Feed:
         mark = (run, rundir.stamp(run / rundir.VERDICTS))
         return self._unless_same("verdict", mark, lambda: verdicts.newest(run))
 
-    def _poll_coming(self, launch: LaunchState | None) -> Mapping[str, str]:
+    def _poll_coming(self, launch: LaunchState | None) -> tuple[Mapping[str, str], str]:
         if launch is None or not launch.under_way or not self.wants_coming:
-            return {}
-        mark = (launch.path, launch.phase)
-        return self._unless_same("coming", mark, lambda: next_phase_values(launch))
+            return {}, ""
+
+        def read() -> tuple[Mapping[str, str], str]:
+            try:
+                return next_phase_values(launch), ""
+            except ContractError as error:
+                return {}, str(error)
+
+        return self._unless_same("coming", (launch.path, launch.phase), read)
 
     def _stamp(self) -> list[object]:
         return [rundir.stamp(path) for path in self._watched]

@@ -195,6 +195,8 @@ class Launch(Scrolls, View):
             )
             if launch.under_way:
                 heading += f" → {when}{later}" if when else ", no phase left"
+            if snapshot.coming_trouble:
+                heading += f": not available: {snapshot.coming_trouble}"
         else:
             draft, when, heading = self.draft, "launch", "flags now → next"
             choice = {flag_list.BETWEEN.name: draft.between} if draft.between == "go" else {}
