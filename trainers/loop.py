@@ -234,9 +234,11 @@ def run_requests(t: Training, step: int, rows: list[Row]) -> None:
     report_save(t, step, *t.saver.collect())
     settings = t.settings.checkpoint
     final = settings.at_end and step == t.settings.train.steps
-    due = settings.every and step % settings.every == 0 and not final
-    if CHECKPOINT_NOW in requests or due:
+    t.save_is_due |= settings.every > 0 and step % settings.every == 0
+    # The weights with which a loss is not finite may be unusable, so a save waits for finite steps.
+    if CHECKPOINT_NOW in requests or (t.save_is_due and not final and not t.guard.in_a_row):
         save(t, step)
+        t.save_is_due = False
 
 
 def save(t: Training, step: int) -> None:
