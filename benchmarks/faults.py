@@ -116,14 +116,10 @@ def _rows_of(item: pytest.Item) -> list[tuple[str, str]]:
 
 
 def report(cases: list[Case]) -> str:
-    """Returns the table in the order of `ROWS`, also with the rows that no test proves yet."""
+    """Returns the table in the order of `ROWS`."""
     order = {row.number: place for place, row in enumerate(ROWS)}
-    lines = [(order[case.row.number], case.cells()) for case in cases]
-    for row in ROWS:
-        if row.missing:
-            cells = (row.number, row.grade, row.fault, "", "", "", "", "", row.missing)
-            lines.append((order[row.number], cells))
-    return table(HEADER, [cells for _, cells in sorted(lines, key=lambda line: line[0])])
+    cases = sorted(cases, key=lambda case: order[case.row.number])
+    return table(HEADER, [case.cells() for case in cases])
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
+import json
 import random
 import signal
 import subprocess
@@ -40,10 +40,10 @@ from benchmarks.common import ROOT, median, publish, table
 from benchmarks.supervisor import BUDGET_MIB
 from console import actions
 from console.sources import process, verdicts
-from tests.launches import Started, write_plan
+from tests.launches import Started, console, write_plan
 from tests.mounts import ext4
 from trainers import manifest
-from trainers.contract import jsonl, rundir
+from trainers.contract import environ, jsonl, rundir
 from trainers.failures import CheckpointError
 
 RATIO = 0.92
@@ -73,8 +73,9 @@ MAX_VERDICTS, MAX_EVENT_BYTES = 10_000, 64 << 20
 class Readers:
     """Runs `nsa-console status --json` repeatedly while faults are injected."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, variables: dict[str, str]):
         self._words = [sys.executable, "-m", "console", "status", str(path), "--json"]
+        self._variables = environ.snapshot() | variables
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._read, name="readers")
         self.took_s: list[float] = []
@@ -85,8 +86,9 @@ class Readers:
             begun = time.monotonic()
             try:
                 done = subprocess.run(
-                    self._words, cwd=ROOT, capture_output=True, text=True, timeout=30
-                )
+                    self._words, cwd=ROOT, capture_output=True, text=True, timeout=30,
+                    env=self._variables,
+                )  # fmt: skip
             except subprocess.TimeoutExpired:
                 self.failed.append("no answer within 30 s")
                 continue
@@ -291,18 +293,21 @@ def run(options: argparse.Namespace, folder: Path) -> tuple[str, list[Line], int
     """Soaks once; returns the tables, the lines, and how many faults were injected."""
     home, span_s = folder / "home", options.minutes * 60
     home.mkdir()
-    os.environ.update(HOME=str(home), TMPDIR=str(home), XDG_CONFIG_HOME=str(home))
+    variables = {"HOME": str(home), "TMPDIR": str(home), "XDG_CONFIG_HOME": str(home)}
     with small_disk(folder) as disk:
         plan = write_plan(folder, **PLAN)
         root = (disk or folder) / "artifacts"
-        started = Started(actions.launch(actions.LaunchOptions(str(plan), root=root), "soak"))
+        code, said, why = console("--root", root, "launch", plan, "--json", env=variables)
+        if code:
+            raise SystemExit(f"the soak was not launched: {why}")
+        started = Started(Path(json.loads(said)["path"]))
         try:
             started.wait_steps(8)
             rng = random.Random(options.seed)
             chaos = Chaos(started, rng, disk)
             first_mib = chaos.memory_mib()
             due = schedule(rng, options.faults, span_s, disk is not None)
-            with Readers(started.path) as readers:
+            with Readers(started.path, variables) as readers:
                 found = soak(chaos, due, span_s)
             last_mib, word = chaos.memory_mib(), end(chaos)
             done = steps.read(rundir.heartbeat(chaos.run, 0))

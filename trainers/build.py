@@ -66,6 +66,8 @@ class Training:
         cuda = torch.cuda if on_cuda else None
         self.phases = Phases(member.pulse, cuda, settings.report.nvtx)
         self.reduction = StepReduction(parallel.reduce, device)
+        self.save_is_due = False
+        """True until a periodic checkpoint that is due is saved."""
         self.saver = Saver(run, parts, settings.checkpoint, member.home.is_there)
         every = settings.report.memory_every
         self.inventory = Inventory(member, parallel, self.plain, self.optimizer, every)

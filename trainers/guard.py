@@ -101,7 +101,8 @@ class Guard:
 
     def __init__(self, most_nonfinite_in_a_row: int, chance_nats: float = 0.0):
         self._most = most_nonfinite_in_a_row
-        self._in_a_row = 0
+        self.in_a_row = 0
+        """Non-finite steps up to the newest row, without those that lower the loss scale."""
         self._chance_nats = chance_nats
         self._recent: deque[Row] = deque()
         self.skipped = self.nonfinite_loss = self.overflow = self.scale_lowered = self.spikes = 0
@@ -125,12 +126,12 @@ class Guard:
         """
         for row in rows:
             if not row.nonfinite:
-                self._in_a_row = 0
+                self.in_a_row = 0
             elif not (row.overflow and row.scale_lowered):
-                self._in_a_row += 1
-            if self._in_a_row >= self._most:
+                self.in_a_row += 1
+            if self.in_a_row >= self._most:
                 raise NonFiniteError(
-                    f"loss or gradients were not finite in {self._in_a_row} steps in a row, up to "
+                    f"loss or gradients were not finite in {self.in_a_row} steps in a row, up to "
                     f"step {row.step}; these steps changed no weights, so the weights may be "
                     "unusable, and no final checkpoint is saved; lower train.lr"
                 )

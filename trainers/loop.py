@@ -74,8 +74,9 @@ def run_steps(t: Training) -> str:
         figures, stats = forward_backward(t, step, batches)
         t.phases.enter(step, "optimizer")
         t.loss_scale.unscale(t.model)
-        if step == 1:  # before the clip, which makes finite gradients 0 if the norm is infinite
-            report_dead_parameters(t)
+        if step == t.first_step:
+            # Before the clip, which makes finite gradients 0 if the norm is infinite.
+            report_dead_parameters(t, step)
         norm, nonfinite = guard.clip(t.model, t.settings.optim.grad_clip)
         spike = t.spikes.detect(norm, nonfinite)
         optim.set_learning_rate(t.optimizer, rate)
@@ -136,14 +137,13 @@ def forward_backward(
     return figures, t.plain.read_stats() if wants_stats else {}
 
 
-def report_dead_parameters(t: Training) -> None:
+def report_dead_parameters(t: Training, step: int) -> None:
     """Reports the parameters whose gradient is missing or zero after the first backward."""
     dead = guard.dead_parameters(t.plain)
     if dead:
         names = ", ".join(dead[:8]) + (f" and {len(dead) - 8} more" if len(dead) > 8 else "")
-        t.report.record_event(
-            "dead_parameters", 1, f"no or zero gradient in step 1: {names}", parameters=dead[:64]
-        )
+        text = f"no or zero gradient in step {step}: {names}"
+        t.report.record_event("dead_parameters", step, text, parameters=dead[:64])
 
 
 def reduce_figures(t: Training, step: int, figures: Tensor) -> list[Row]:
@@ -234,9 +234,11 @@ def run_requests(t: Training, step: int, rows: list[Row]) -> None:
     report_save(t, step, *t.saver.collect())
     settings = t.settings.checkpoint
     final = settings.at_end and step == t.settings.train.steps
-    due = settings.every and step % settings.every == 0 and not final
-    if CHECKPOINT_NOW in requests or due:
+    t.save_is_due |= settings.every > 0 and step % settings.every == 0
+    # The weights with which a loss is not finite may be unusable, so a save waits for finite steps.
+    if CHECKPOINT_NOW in requests or (t.save_is_due and not final and not t.guard.in_a_row):
         save(t, step)
+        t.save_is_due = False
 
 
 def save(t: Training, step: int) -> None:

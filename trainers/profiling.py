@@ -34,7 +34,9 @@ class Profiler:
 
     def __init__(self, member: Member, report: Report, settings: ReportSettings):
         self._member, self._report = member, report
-        self._window = step_range(settings.profile) or range(0)
+        planned = step_range(settings.profile)
+        self._windows = [planned] if planned else []
+        """The planned window and the requested windows; they do not overlap."""
         self._audit = settings.sdpa_audit and member.rank == 0
         """True while the report of the first step's kernels is due."""
         self._open: Any = None
@@ -43,19 +45,21 @@ class Profiler:
         self._exporting: threading.Thread | None = None
 
     def request(self, step: int) -> None:
-        """Plans a window of the next steps, or notes that another window is open or planned."""
-        other = self._window if self._open is None else self._steps
-        if other and step < other[-1]:
-            text = f"profile request ignored: steps {other.start} to {other[-1]} get a profile"
-            self._report.record_event("note", step, text)
-        else:
-            self._window = range(step + 1, step + 1 + REQUESTED_STEPS)
+        """Adds a window of the next steps, or notes which window already has one of them."""
+        asked = range(step + 1, step + 1 + REQUESTED_STEPS)
+        for other in self._windows:
+            if asked.start < other.stop and other.start < asked.stop:
+                text = f"profile request ignored: steps {other.start} to {other[-1]} get a profile"
+                self._report.record_event("note", step, text)
+                return
+        self._windows.append(asked)
 
     def begin(self, step: int) -> None:
         """Opens a window that is due; the audit of the first step precedes a profile."""
-        if self._open is None and (self._audit or step in self._window):
-            last = step + 1 if self._audit else self._window.stop
-            self._steps = range(step, last)
+        first = [range(step, step + 1)] if self._audit else []
+        due = next((window for window in first + self._windows if step in window), None)
+        if self._open is None and due:
+            self._steps = range(step, due.stop)
             self._open = torch.profiler.profile(record_shapes=True)
             self._open.start()
 

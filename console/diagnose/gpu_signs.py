@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 
 from console.model import Gpu
 from console.sources.ranks import gpu_index
+from trainers.contract.environ import DEVICE_ORDER
+from trainers.contract.flags import DEVICES
 
 IDLE_PCT, RUNNING_PCT = 5.0, 90.0
 """A GPU with at most the first utilisation is idle. A GPU with at least the second runs a kernel.
@@ -21,18 +23,19 @@ SPINS_SHARE = 0.3
 
 
 def own_gpus(
-    opened: Mapping[int, frozenset[int] | None], visible: Mapping[int, str], rows: Sequence[Gpu]
-) -> dict[int, tuple[Gpu, ...]]:
+    opened: Mapping[int, frozenset[int] | None], environments: Mapping[int, Mapping[str, str]],
+    rows: Sequence[Gpu],
+) -> dict[int, tuple[Gpu, ...]]:  # fmt: skip
     """Returns the row of each rank's own GPU, or () if that GPU is not known.
 
     A rank that has no GPU file open has no key. If `rows` is empty, a rank whose open files are not
     available has no key either.
 
     `opened` has the numbers N of the files /dev/nvidiaN that each rank has open, or None if they
-    are not available. `visible` has the CUDA_VISIBLE_DEVICES of each rank, unless its environment
-    cannot be read. CUDA opens the files of all GPUs that it sees. If a rank sees several GPUs, the
-    number of the rank selects its own GPU in `visible`, as in programs under torchrun. A GPU that
-    several ranks share counts as not known.
+    are not available. The environment of a rank is {} if it cannot be read. CUDA opens the files
+    of all GPUs that it sees. If a rank sees several GPUs, the number of the rank selects its own
+    GPU in CUDA_VISIBLE_DEVICES, as in programs under torchrun. A GPU that several ranks share
+    counts as not known.
     """
     found = dict[int, tuple[Gpu, ...]]()
     for rank, minors in opened.items():
@@ -40,12 +43,22 @@ def own_gpus(
             continue
         mine = [gpu for gpu in rows if minors is None or gpu.minor in minors]
         if len(mine) != 1:
-            index = gpu_index(visible[rank], rank, rows) if rank in visible else None
+            index = _index(environments[rank], rank, rows)
             mine = [gpu for gpu in mine if gpu.index == index]
         found[rank] = tuple(mine)
     owners = Counter(gpu.index for mine in found.values() for gpu in mine)
     return {rank: () if any(owners[gpu.index] > 1 for gpu in mine) else mine
             for rank, mine in found.items()}  # fmt: skip
+
+
+def _index(variables: Mapping[str, str], rank: int, rows: Sequence[Gpu]) -> int | None:
+    """Returns the index that NVML gives to a rank's GPU, or None if it is not known.
+
+    Without `DEVICE_ORDER`, CUDA gives the first numbers to the fastest of different GPUs.
+    """
+    if len({gpu.name for gpu in rows}) > 1 and not DEVICE_ORDER.items() <= variables.items():
+        return None
+    return gpu_index(variables.get(DEVICES, ""), rank, rows) if variables else None
 
 
 def is_idle(rows: Sequence[Gpu]) -> bool:

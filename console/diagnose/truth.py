@@ -83,7 +83,7 @@ def _rank_zero_gradient(now: Readings, history: History, _watch: Watch) -> Measu
 
 
 def _dead_parameters(now: Readings, history: History, _watch: Watch) -> Measured | None:
-    """Counts the parameters without a gradient in step 1.
+    """Counts the parameters without a gradient in the first step of this attempt.
 
     Returns None if no record names one, or if a setting forces one branch or equal weights.
     """
@@ -93,8 +93,8 @@ def _dead_parameters(now: Readings, history: History, _watch: Watch) -> Measured
         return None
     names = ", ".join(dead[:4]) + (f" and {len(dead) - 4} more" if len(dead) > 4 else "")
     text = (
-        f"no gradient in step 1 for {names}: these parameters do not train; check that the branch "
-        "which uses them contributes to the loss"
+        f"no gradient in the first step for {names}: these parameters do not train; check that the "
+        "branch which uses them contributes to the loss"
     )
     return Measured(float(len(dead)), text)
 
@@ -268,8 +268,8 @@ ROWS: tuple[Rule, ...] = (
          1.0, 0.99, 0.0, _first_loss),
     Rule("rank_zero_gradient", "gradient norm of exactly zero on some ranks, not on all",
          "consecutive records", 3, 0, 0.0, _rank_zero_gradient),
-    Rule("dead_parameters", "parameters whose gradient is missing or zero in step 1", "parameters",
-         1, 0, 0.0, _dead_parameters),
+    Rule("dead_parameters", "parameters whose gradient is missing or zero in the first step",
+         "parameters", 1, 0, 0.0, _dead_parameters),
     Rule("same_batch", "the same batch on several ranks", "consecutive records",
          3, 0, 0.0, _same_batch),
     Rule("constant_figure", "loss or gradient norm with exactly the same value",

@@ -19,7 +19,6 @@ from console.sources.kernel_evidence import ProcessEvidence
 from console.sources.nvml import opened_by
 from console.sources.stacks import BY_PY_SPY, Stack
 from console.status_text import rank_names
-from trainers.contract.flags import DEVICES
 
 APART_S = 2.0
 """Time between the two samples of each process."""
@@ -183,9 +182,8 @@ class Collector:
         """Returns the newest row of each rank's own GPU, as `gpu_signs.own_gpus` does."""
         pids = {each.rank: each.pid for each in self._ranks}
         opened = {rank: opened_by(pid) for rank, pid in pids.items()}
-        visible = {rank: variables.get(DEVICES, "") for rank, pid in pids.items()
-                   if (variables := process.environment(pid))}  # fmt: skip
-        return gpu_signs.own_gpus(opened, visible, self._gpus())
+        environments = {rank: process.environment(pid) for rank, pid in pids.items()}
+        return gpu_signs.own_gpus(opened, environments, self._gpus())
 
 
 def _processes(ranks: Sequence[RankEvidence]) -> dict[int, ProcessEvidence]:

@@ -30,8 +30,6 @@ class Row:
     limit_s: float | None = None
     elsewhere: tuple[str, ...] = ()
     """Node ids of tests outside this folder that prove the row, or a part of it."""
-    missing: str = ""
-    """The part of the row that is not proven, and why."""
 
 
 ROWS: tuple[Row, ...] = (
@@ -101,8 +99,7 @@ ROWS: tuple[Row, ...] = (
         f"{SECURITY}::test_a_plan_sets_no_variable_but_a_flag_on_one_line",
         f"{SECURITY}::test_shell_metacharacters_in_args_are_one_argument_each",
     )),
-    Row("34", "B", "one rank is 30 % slower",
-        missing="a verdict by rank and phase: waits for the diagnosis of stragglers"),
+    Row("34", "B", "one rank is 30 % slower"),
     Row("35", "B", "alert hook hangs, fails, floods; many alerts", elsewhere=(
         f"{CONSOLE}/supervisor/test_hooks.py::"
         "test_what_comes_meanwhile_is_told_at_once_with_its_count",

@@ -77,14 +77,15 @@ def test_a_request_gets_its_steps_or_a_note_says_why_not(tmp_path):
     for step in range(1, 16):
         profiler.begin(step)
         profiler.end(step)
-        if step in (4, 9, 11):
+        if step in (2, 4, 6, 9, 11):
             profiler.request(step)
     profiler.close()
     traces = sorted(path.name for path in (tmp_path / "profiles").iterdir())
-    assert traces == ["steps12-14_rank1.json", "steps9-10_rank1.json"]
+    assert traces == ["steps12-14_rank1.json", "steps3-5_rank1.json", "steps9-10_rank1.json"]
     notes = [(step, text) for msg, step, text in told if msg == "note"]
     assert notes == [
-        (4, "profile request ignored: steps 9 to 10 get a profile"),
+        (4, "profile request ignored: steps 3 to 5 get a profile"),
+        (6, "profile request ignored: steps 9 to 10 get a profile"),
         (9, "profile request ignored: steps 9 to 10 get a profile"),
     ]
 

@@ -106,12 +106,15 @@ def test_a_parameter_that_the_backward_does_not_reach_is_named():
     assert guard.dead_parameters(model) == ["used.bias", "dead.weight"]
 
 
-def test_a_dead_parameter_is_said_after_the_first_step(tmp_path):
-    changes = small(train__steps=2, checkpoint__at_end=False)
-    run = Run(tmp_path, changes, nproc=1, broken="no_attention").done()
-    dead = run.records(0, "dead_parameters")[-1]["parameters"]
-    assert "blocks.0.attn.qkv.weight (k_sel)" in dead
-    assert "blocks.0.mlp.up.weight" not in dead
+def test_a_dead_parameter_is_said_after_the_first_step_of_each_attempt(tmp_path):
+    for steps in (2, 4):
+        changes = small(train__steps=steps, checkpoint__resume="auto")
+        run = Run(tmp_path, changes, nproc=1, broken="no_attention").done()
+    said = run.records(0, "dead_parameters")
+    assert [record["step"] for record in said] == [1, 3]
+    for record in said:
+        assert "blocks.0.attn.qkv.weight (k_sel)" in record["parameters"]
+        assert "blocks.0.mlp.up.weight" not in record["parameters"]
 
 
 def test_an_infinite_norm_in_the_first_step_makes_no_parameter_dead(tmp_path):

@@ -262,3 +262,19 @@ def test_a_directory_that_rank_0_finds_replaced_fails_the_save_on_all_ranks(tmp_
     for name, code, sentence in together([run, run], work):
         assert (name, code) == ("CheckpointError", 15)
         assert sentence.endswith(f"the run directory {run} was moved or replaced")
+
+
+@pytest.mark.parametrize(
+    ("every", "bad", "code", "saved"), [(4, (4, 5), 0, [6]), (2, (3, 4, 5), 10, [2])]
+)
+def test_no_due_checkpoint_has_the_weights_of_a_non_finite_step(tmp_path, every, bad, code, saved):
+    """The save waits for a finite step; after three non-finite steps the training ends."""
+    changes = small(
+        train__steps=7, train__max_nonfinite_steps=3, report__log_every=1, checkpoint__every=every,
+        checkpoint__at_end=False,
+    )  # fmt: skip
+    nans = ",".join(f"nan@{step}" for step in bad)
+    run = Run(tmp_path, changes, nproc=1, flags={"NSA_DRILL": nans})
+    assert run.wait() == code, run.text()
+    assert [record["step"] for record in run.records(0, "checkpoint")] == saved
+    assert [manifest.step_of(path) for path in manifest.newest_first(run.path)] == saved

@@ -139,20 +139,28 @@ ALL = frozenset(range(4))
     ],
 )
 def test_a_rank_has_one_gpu_of_its_own_or_none_that_is_known(opened, visible, indices):
-    found = own_gpus(opened, dict.fromkeys(opened, visible), FOUR)
+    found = own_gpus(opened, {each: {"CUDA_VISIBLE_DEVICES": visible} for each in opened}, FOUR)
     assert [rows[0].index if rows else None for _, rows in sorted(found.items())] == indices
 
 
 def test_a_rank_whose_environment_cannot_be_read_has_no_gpu_that_is_known():
-    found = own_gpus({0: ALL, 1: ALL, 2: frozenset({0})}, {1: "2,3"}, FOUR)
+    environments = {0: {}, 1: {"CUDA_VISIBLE_DEVICES": "2,3"}, 2: {}}
+    found = own_gpus({0: ALL, 1: ALL, 2: frozenset({0})}, environments, FOUR)
     assert {rank: [row.index for row in rows] for rank, rows in found.items()} == {
         0: [], 1: [3], 2: [0],
     }  # fmt: skip
 
 
 def test_a_rank_without_a_device_file_uses_no_gpu():
-    assert own_gpus({0: frozenset(), 1: None}, {0: "", 1: ""}, ()) == {}
-    assert own_gpus({0: frozenset()}, {0: ""}, FOUR) == {}
+    assert own_gpus({0: frozenset(), 1: None}, {0: {}, 1: {}}, ()) == {}
+    assert own_gpus({0: frozenset()}, {0: {}}, FOUR) == {}
+
+
+def test_different_gpus_are_known_only_in_the_order_of_their_bus():
+    """A training by hand has CUDA's own order, which puts the fastest GPU first."""
+    rows = (*FOUR[:3], replace(FOUR[3], name="a small GPU"))
+    for variables, index in (({"PATH": "/"}, []), ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, [0])):
+        assert [row.index for row in own_gpus({0: ALL}, {0: variables}, rows)[0]] == index
 
 
 @pytest.mark.parametrize(("waits", "cause"), [(25.0, "busy"), (0.0, "device")])
