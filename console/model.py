@@ -254,6 +254,8 @@ class LaunchState:
     next_flags: tuple[PendingFlag, ...] = ()
     doubt: str = ""
     """A gap or contradiction in the documents about the phases, or "" if there is none."""
+    ended_by: str = ""
+    """The request or file that ends the launch after the current phase, or "" if there is none."""
 
     @property
     def under_way(self) -> bool:

@@ -19,8 +19,10 @@ from console.plans import gate_check
 from console.sources import launches, liveness, process
 from console.sources.run import RunSource
 from console.supervisor import cross_check, former_documents, launch_spec, run_files
+from trainers import manifest
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError
+from trainers.failures import CheckpointError
 
 RESUME = "resume"
 """The origin of the setting `checkpoint.resume` if this module sets it."""
@@ -69,17 +71,24 @@ def start_words(phase: Mapping[str, Any]) -> str:
     """Returns from which step a phase starts; `phase` is a preview of its run.json."""
     name, settings = phase["phase"], phase["settings"]
     if not settings:
-        return f"starts {name}, a foreign program, again"
+        return f"starts {name}, a foreign program"
     run = Path(settings[gate_check.RESUME]["value"])
-    step = settings[FROM_STEP]["value"] or run_files.newest_checkpoint(run)
-    if not settings[gate_check.RESUME]["value"] or step == 0:
+    if not settings[gate_check.RESUME]["value"]:
         return f"starts {name} at step 1: it has no checkpoint"
+    step = settings[FROM_STEP]["value"] or run_files.newest_checkpoint(run)
     launch = launches.launch_id(run.parent)
-    if step is None:
+    if not step or not (settings[FROM_STEP]["value"] or _is_newest(run, step)):
         return f"resumes {name} from the newest verified checkpoint of {launch}"
     is_left = step < (phase["steps_planned"] or step + 1)
     at = f"at step {step + 1}" if is_left else "with no step left"
     return f"resumes {name} {at} from the checkpoint of step {step} of {launch}"
+
+
+def _is_newest(run: Path, step: int) -> bool:
+    """Returns whether no checkpoint of a run is of a later step; the ranks choose by the step."""
+    with contextlib.suppress(CheckpointError):
+        return all((manifest.step_of(path) or 0) <= step for path in manifest.newest_first(run))
+    return False
 
 
 def continues(options: LaunchOptions, phases: Iterable[Mapping[str, Any]]) -> dict[str, str]:

@@ -148,7 +148,7 @@ def launch_exit_code(launch: LaunchState) -> int:
 
     If no phase ended badly, the code is 1 if the documents of the launch have no phases or
     contradict each other. Otherwise, if a phase has not completed, the code means that the launch
-    was halted or lost its supervisor.
+    lost its supervisor or was halted; it is 1 if a gate ended the launch and was then overridden.
     """
     for phase in launch.phases:
         code = EXIT_CODES.get(phase.state, 0)  # type: ignore[call-overload]
@@ -160,7 +160,9 @@ def launch_exit_code(launch: LaunchState) -> int:
         return NOT_GOOD
     if all(phase.state == "completed" for phase in launch.phases):
         return 0
-    return EXIT_CODES["halted" if launch.state == "ended" else "lost"]
+    if launch.state != "ended":
+        return EXIT_CODES["lost"]
+    return EXIT_CODES["halted"] if launch.ended_by else NOT_GOOD
 
 
 def outcome(state: RunState) -> tuple[str, str]:
@@ -171,10 +173,11 @@ def outcome(state: RunState) -> tuple[str, str]:
         return "gate unknown", no_go(state)
     if launch is None or code == 0:
         return state.state, state.why
-    failed = any(phase.result == "fail" for phase in launch.phases)
+    results = {phase.result for phase in launch.phases}
+    failed = "fail" in results
     if launch.doubt and code == NOT_GOOD and not failed:
         return "unknown", launch.doubt
-    gates = "gate failed" if failed else "gate unknown"
+    gates = "gate failed" if failed else "gate unknown" if "unknown" in results else "incomplete"
     words = {NOT_GOOD: gates, EXIT_CODES["halted"]: "halted"}
     word = words.get(code, state.state) if state.state == "completed" else state.state
     left = [phase.name for phase in launch.rest if phase.state in ("next", "later")]

@@ -62,6 +62,7 @@ def launch_state(
         doubt=doubt,
         between=line(state, "between", "go"),
         next_flags=_pending_flags(jsonl.mapping(state, "next_flags")),
+        ended_by=line(state, "ended_by", ""),
     )
     return launch.unconfirmed({phase.dir for phase in phases}) if doubt else launch
 

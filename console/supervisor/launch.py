@@ -216,6 +216,7 @@ class Launch:
         result = gates.overall(run.gates)
         self._dumps.abandon(self._inbox.answer)
         self._numbers[run.path] = run.number
+        self._ended_by = self._ended_by or f"{rundir.HALT} exists" * run.attempt.known.halt_file
         entry, self.run = self._phases[self._index], None
         entry |= {
             "state": run.state, "why": run.why,
@@ -245,7 +246,7 @@ class Launch:
             return with_word(run.state, run.why)
         if result != "pass":
             return not_passed(run.gates)
-        return self._ended_by or (f"{rundir.HALT} exists" * run.attempt.known.halt_file)
+        return self._ended_by
 
     def _end(self, why: str) -> None:
         self.state, self._why = "ended", why

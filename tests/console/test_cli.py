@@ -139,20 +139,22 @@ def test_watch_gives_the_reason_of_an_end_once(tmp_path):
     assert said[-1].endswith(" is ended: not started: second.")
 
 
-def launch_state(*phases: tuple[str, str], state: str = "ended") -> LaunchState:
+def launch_state(
+    *phases: tuple[str, str], state: str = "ended", ended_by: str = ""
+) -> LaunchState:
     """Returns a launch; each of `phases` has the state and the result of a phase."""
     shown = tuple(
         PhaseState(i, f"p{i}", "", phase, "", result, 1, 1, None, None, f"{i}-p")
         for i, (phase, result) in enumerate(phases)
     )
-    return LaunchState("x", "/x", "x", state, "", 0, shown, "go")
+    return LaunchState("x", "/x", "x", state, "", 0, shown, "go", ended_by=ended_by)
 
 
 @pytest.mark.parametrize(
     ("phases", "state", "code"),
     [
         ([("completed", "pass"), ("completed", "pass")], "ended", 0),
-        ([("completed", "pass"), ("later", "")], "ended", 4),
+        ([("completed", "pass"), ("later", "")], "ended", 1),
         ([("completed", "unknown"), ("later", "")], "ended", 1),
         ([("completed", "fail"), ("later", "")], "ended", 1),
         ([("completed", "pass"), ("crashed", "fail")], "ended", 5),
@@ -162,6 +164,9 @@ def launch_state(*phases: tuple[str, str], state: str = "ended") -> LaunchState:
 )
 def test_the_exit_code_of_a_launch_is_0_only_when_all_its_phases_passed(phases, state, code):
     assert status_text.launch_exit_code(launch_state(*phases, state=state)) == code
+    halted = launch_state(*phases, state=state, ended_by="halt requested by x")
+    left = phases[-1] == ("later", "") and phases[0][1] == "pass"
+    assert status_text.launch_exit_code(halted) == (4 if left else code)
 
 
 def test_followed_logs_go_on_with_the_next_phase(tmp_path):

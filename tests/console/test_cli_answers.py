@@ -85,7 +85,9 @@ def ended(launch, why: str, result: str, gate: str) -> None:
         {"name": "second", "state": "later", "dir": "1-second"},
     ]
     directory.change_at(launch / rundir.PLAN, "phases", 0, "gates", to={"no_stall": True})
-    directory.change(launch / rundir.PLAN_STATE, state="ended", why=why, phases=phases)
+    halted = why.removesuffix(" before the next phase") if "halt" in why else ""
+    change = {"state": "ended", "why": why, "phases": phases, "ended_by": halted}
+    directory.change(launch / rundir.PLAN_STATE, **change)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +95,7 @@ def ended(launch, why: str, result: str, gate: str) -> None:
     [
         ("first: gate no_stall failed (1 stall, bound = 0)", "fail", 1, "gate failed"),
         ("halt requested by ann before the next phase", "pass", 4, "halted"),
+        ("first: gate no_stall failed; the gate is overridden", "pass", 1, "incomplete"),
     ],
 )
 def test_the_end_of_a_launch_is_the_same_wherever_it_is_asked_for(

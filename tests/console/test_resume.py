@@ -171,6 +171,8 @@ def test_a_launch_that_another_continues_is_resumed_only_with_a_confirmation(tmp
         ("step_00000020", {}, "resumes sanity with no step left from the checkpoint of step 20 "),
         ("step_00000001 without its directory", {},
          "resumes sanity from the newest verified checkpoint of "),
+        ("step_00000001 and step_00000002", {},
+         "resumes sanity from the newest verified checkpoint of "),
         ("", {}, "starts sanity at step 1: it has no checkpoint"),
         ("step_00000001", {"checkpoint.resume": "/old/0-sanity", "checkpoint.from_step": "7"},
          "resumes sanity at step 2 from the checkpoint of step 1 of "),
@@ -179,11 +181,18 @@ def test_a_launch_that_another_continues_is_resumed_only_with_a_confirmation(tmp
 def test_the_step_and_the_launch_from_which_a_phase_resumes_are_said(
     tmp_path, checkpoint, sets, says
 ):
-    """If the launch itself resumed an older launch, its own `checkpoint.from_step` is not used."""
-    name, _, missing = checkpoint.partition(" ")
+    """If the launch itself resumed an older launch, its own `checkpoint.from_step` is not used.
+
+    Without another step, the step of the file `latest` is said only if the ranks would choose it.
+    """
+    name, how, other = checkpoint.partition(" and ")
+    name, how, _ = name.partition(" ")
     launch = ended(tmp_path, checkpoint=name, sets=sets | {"train.steps": "20"})
-    if missing:
-        (launch / "0-sanity" / rundir.CHECKPOINTS / name).rmdir()
+    folder = launch / "0-sanity" / rundir.CHECKPOINTS
+    if how:
+        (folder / name).rmdir()
+    if other:
+        (folder / other).mkdir()
     assert rest_of_launch.start_words(resumed(launch).phases[0]).startswith(says)
 
 

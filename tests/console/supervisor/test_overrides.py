@@ -54,6 +54,8 @@ def test_a_plan_that_stopped_at_gates_goes_on_after_they_are_overridden(begin, c
         assert started.plan_state["phases"][0]["result"] == "pass"
     assert "resume starts the next one" in capsys.readouterr().out
     assert main(["check", str(started.run())]) == 0
+    assert main(["status", str(started.path)]) == 1, "nobody halted the launch"
+    assert "INCOMPLETE" in capsys.readouterr().out
     found = actions.prepare(LaunchOptions(resume=started.path, root=started.path.parents[1]))
     assert [each["phase"] for each in found.phases] == ["two"]
     assert main(["report", str(started.path)]) == 0
