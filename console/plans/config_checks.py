@@ -112,10 +112,18 @@ def _figures(case: Case, index: int) -> launch_facts.Figures:
 
 def disk(case: Case) -> Found:
     """Checks the free space for all checkpoints that the plan keeps, and for records."""
-    folder = nearest_folder(case.directory)
-    free = shutil.disk_usage(folder).free
     checkpoints = sum(_kept_bytes(case, i) for i, held in enumerate(case.settings) if held)
-    needed = checkpoints + RECORDS_BYTES
+    needed, why = checkpoints + RECORDS_BYTES, "the file system reports no size"
+    folder = nearest_folder(case.directory)
+    try:
+        total, _, free = shutil.disk_usage(folder)
+    except OSError as error:
+        total = free = 0
+        why = error.strerror
+    if not total:
+        return "unknown", (
+            f"the free space at {folder} is not available ({why}); the launch needs {size(needed)}"
+        )
     if free < needed:
         return "fail", (
             f"{folder} has {size(free)} free, and the launch needs {size(needed)} "
@@ -146,8 +154,8 @@ def directory(case: Case) -> Found:
     path = case.directory.absolute()
     if path != folder and os.path.lexists(file := folder / path.relative_to(folder).parts[0]):
         return "fail", f"{file} is not a directory; pass another directory with --root or --run-dir"
-    read_only = bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
-    if read_only or not os.access(folder, os.W_OK | os.X_OK):
+    if not os.access(folder, os.W_OK | os.X_OK):
+        read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
         why = "is on a read-only file system" if read_only else "is not writable"
         return "fail", f"{folder} {why}; pass another directory with --root or --run-dir"
     return "pass", str(case.directory)
