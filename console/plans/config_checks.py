@@ -62,8 +62,9 @@ def config(case: Case, index: int) -> Found:
     If settings of `--set` may explain each wrong fact, the result is only a warning.
     """
     phase, resolved = case.plan.phases[index], case.settings[index]
+    why = gates.why_no_single(case.plan.phases, index)  # by --phase, --nproc or a resume
     if not resolved:
-        return "pass", "a foreign program, not checked"
+        return ("unknown", why) if why else ("pass", "a foreign program, not checked")
     steps, least = case.value(index, "train.steps"), sweep.LEAST_STEPS
     if phase.sweep and steps < least:
         text = f"train.steps is {steps}, and a run of a sweep needs at least {least} steps"
@@ -84,6 +85,8 @@ def config(case: Case, index: int) -> Found:
     )
     expected = {name: fact for name, fact in asdict(phase.expects).items() if fact and name in KEYS}
     wrong = {name: fact for name, fact in expected.items() if getattr(found, name) != fact}
+    if not wrong and why:
+        return "unknown", why
     if not wrong:
         return "pass", f"{text}{', as the plan expects' if expected else ''}"
     said = "; ".join(
