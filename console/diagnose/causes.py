@@ -314,6 +314,9 @@ CAUSES: tuple[Cause, ...] = (
     Cause("busy", _busy,
           "dump again: an endless loop shows the same frames, slow code shows other frames"),
     Cause("sleep", _waiting("timer", "sleep"), "see {place}"),
+    Cause("exit-hangs",
+          lambda of: "has not ended since its exit record" if of.rank.phase == "exit" else "",
+          "see the log of the rank; stop ends the run"),
 )  # fmt: skip
 """The first rule that applies to a rank gives its cause."""
 SEEN_BY_ONE = frozenset(("stopped", "traced", "frozen", "exited", "disk", "startup", "mismatch"))
