@@ -143,6 +143,11 @@ def test_a_stopped_or_exited_rank_is_named_after_three_seconds_whatever_the_limi
     assert waits.sentence.endswith("; rank 1 is slower, in fetch")
 
 
+def test_the_next_step_after_an_exit_is_true_for_a_program_without_checkpoints():
+    action = judge(rank(0, "backward"), rank(1, state="gone")).action
+    assert action == "stop the run, then resume it, or launch it again if it has no checkpoint"
+
+
 def test_a_pid_that_is_not_known_is_no_number_in_a_command():
     """The pid of a rank may be unknown; `kill -CONT 0` would send the signal to the shell."""
     found = judge(rank(0, "backward"), replace(rank(1, state="T"), pid=0))
