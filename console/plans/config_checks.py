@@ -15,7 +15,7 @@ from console.plans.case import Case, Found
 from console.sources.rank_totals import LAST_STEPS
 from console.status_text import size
 from trainers import settings
-from trainers.contract import data_access, drill_kinds
+from trainers.contract import data_access, drill_kinds, flags
 from trainers.contract.errors import RefusedError
 
 KEYS = {
@@ -64,7 +64,10 @@ def config(case: Case, index: int) -> Found:
     phase, resolved = case.plan.phases[index], case.settings[index]
     why = gates.why_no_single(case.plan.phases, index)  # by --phase, --nproc or a resume
     if not resolved:
-        return ("unknown", why) if why else ("pass", "a foreign program, not checked")
+        ignored = [name for name in phase.flags if flags.lookup(name).setting]
+        texts = [why, f"it may ignore {', '.join(ignored)}" * bool(ignored)]
+        text = "; ".join(filter(None, ("a foreign program, not checked", *texts)))
+        return "unknown" if any(texts) else "pass", text
     steps, least = case.value(index, "train.steps"), sweep.LEAST_STEPS
     if phase.sweep and steps < least:
         text = f"train.steps is {steps}, and a run of a sweep needs at least {least} steps"

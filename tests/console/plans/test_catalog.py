@@ -125,6 +125,15 @@ def test_more_processes_than_cores_only_warns(tmp_path):
     assert found["memory"].result == "fail"
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "result"), [("NSA_ACCUM", "3", "unknown"), ("NCCL_DEBUG", "INFO", "pass")]
+)
+def test_a_flag_that_a_foreign_program_may_ignore_is_a_warning(tmp_path, name, value, result):
+    prepared = actions.prepare(LaunchOptions(written(tmp_path), flags={name: value}, root=tmp_path))
+    (row,) = (check for check in prepared.checks if check.name == "config one")
+    assert (row.result, f"it may ignore {name}" in row.text) == (result, result == "unknown")
+
+
 @pytest.mark.parametrize("program", [{"script": "nowhere.py"}, {"module": "nowhere.x"}])
 def test_a_missing_program_is_refused_by_name(tmp_path, program):
     found = checks(case(tmp_path, phases=[{"name": "one"} | program]))["program"]
