@@ -51,7 +51,7 @@ def as_json(found: Diagnosis, root: Path) -> dict[str, Any]:
         "step": state.step, "attempt": state.attempt, "source": found.source if verdict else "",
         "age_s": verdict and liveness.age(verdict.ts),
         "verdict": verdict and asdict(verdict), "missing": missing,
-        "cost": cost if verdict and found.outlook != "ended" else "",
+        "cost": cost if verdict and verdict.phase != "exit" and found.outlook != "ended" else "",
         "seen_before": seen and {"run": seen.run, "ts": seen.verdict.ts,
                                  "cause": seen.verdict.cause, "place": seen.verdict.place},
         "ranks": ranks,

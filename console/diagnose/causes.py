@@ -296,7 +296,8 @@ CAUSES: tuple[Cause, ...] = (
     Cause("traced", _traced, "detach the debugger: kill -CONT does not resume the rank"),
     Cause("frozen", lambda of: "is frozen by its cgroup" if of.after and of.after.frozen else "",
           "thaw its container or cgroup (write 0 to cgroup.freeze)"),
-    Cause("exited", _exited, "stop the run, then resume it from the newest checkpoint"),
+    Cause("exited", _exited,
+          "stop the run, then resume it, or launch it again if it has no checkpoint"),
     Cause("disk", _disk, "check the disk, the network file system and the driver"),
     Cause("startup", _startup, "check the log of the rank, and the rendezvous address and port"),
     Cause("loader", _loader, "check the loader's workers and the storage that they read"),
@@ -314,6 +315,9 @@ CAUSES: tuple[Cause, ...] = (
     Cause("busy", _busy,
           "dump again: an endless loop shows the same frames, slow code shows other frames"),
     Cause("sleep", _waiting("timer", "sleep"), "see {place}"),
+    Cause("exit-hangs",
+          lambda of: "has not ended since its exit record" if of.rank.phase == "exit" else "",
+          "see the log of the rank; stop ends the run"),
 )  # fmt: skip
 """The first rule that applies to a rank gives its cause."""
 SEEN_BY_ONE = frozenset(("stopped", "traced", "frozen", "exited", "disk", "startup", "mismatch"))

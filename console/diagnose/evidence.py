@@ -298,8 +298,10 @@ def _of_gpus(stall: Stall) -> Sign:
 
 def _of_positions(ranks: Sequence[RankEvidence]) -> Sign:
     found = slowest(ranks)
+    if not found:  # all ranks exit
+        return Sign("positions", (), "")
     running = [each for each in ranks if each.phase != "exit" and not each.doubt]
-    if not found or len(found) == len(running) > 1:
+    if len(found) == len(running) > 1:
         return Sign("positions", (), "all ranks are at the same position")
     return Sign(
         "positions", tuple(each.rank for each in found),

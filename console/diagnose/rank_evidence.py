@@ -22,6 +22,8 @@ STARTING_PHASES = frozenset(("boot", "load"))
 SAVING_PHASES = frozenset(("save", "halt"))
 PAUSES = SAVING_PHASES | {"eval"}
 """In these phases a run does no training step."""
+ENDING_PHASES = SAVING_PHASES | {"exit"}
+"""In these phases a rank waits for no rank that has exited, and a halt is in progress or done."""
 STOPPED_STATES, ENDED_STATES = ("T", "t"), ("Z", "X", "gone")
 NAMED_AFTER_S = 3.0
 """A stopped or ended rank cannot continue if its pulse has been unchanged for longer than this."""
@@ -122,6 +124,8 @@ def by_records(rank: int, head: LatestRecords, watch: Watch) -> RankEvidence:
 
 def limit_s(rank: RankEvidence, watch: Watch) -> float:
     """Returns the stall limit of a rank in its present phase and step."""
+    if rank.phase == "exit":
+        return watch.stall_floor_s
     if not rank.phase or rank.phase in STARTING_PHASES or rank.step <= rank.first_step:
         return watch.startup_s
     usual = max(watch.stall_floor_s, SAFETY * (rank.p99_s or 0.0))
@@ -146,9 +150,21 @@ def slowest(ranks: Sequence[RankEvidence]) -> tuple[RankEvidence, ...]:
     return tuple(each for each in running if each.position == lowest)
 
 
+def unfinished(ranks: Sequence[RankEvidence]) -> tuple[RankEvidence, ...]:
+    """Returns the ranks that have not reported their exit; if all have, those that are alive.
+
+    A rank that has reported its exit counts as alive only if its process is identified.
+    """
+    running = tuple(each for each in ranks if each.phase != "exit")
+    return running or tuple(
+        each for each in ranks
+        if each.start_ticks is not None and each.state not in (*ENDED_STATES, "?")
+    )  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The running ranks, the slowest of them, and the ranks in the phase "exit"."""
+    """The ranks that are `unfinished`, the slowest of them, and the other ranks that exited."""
 
     running: tuple[RankEvidence, ...]
     slowest: tuple[RankEvidence, ...]
@@ -176,12 +192,13 @@ class Moment:
 
 
 def moment_of(ranks: Sequence[RankEvidence], watch: Watch, ts: float) -> Moment | None:
-    """Returns the moment, or None if each rank has a `doubt` or is in the phase "exit"."""
-    usable = [each for each in ranks if not each.doubt]
+    """Returns the moment, or None if each rank that is `unfinished` has a `doubt`."""
     doubtful = tuple(each for each in ranks if each.doubt)
-    running = tuple(each for each in usable if each.phase != "exit")
-    exited = tuple(each for each in usable if each.phase == "exit")
-    return Moment(running, slowest(running), exited, doubtful, watch, ts) if running else None
+    running = tuple(each for each in unfinished(ranks) if not each.doubt)
+    others = {each.rank for each in (*running, *doubtful)}
+    exited = tuple(each for each in ranks if each.rank not in others)
+    first = slowest(running) or running
+    return Moment(running, first, exited, doubtful, watch, ts) if running else None
 
 
 def names(ranks: Sequence[RankEvidence], one: str = "", many: str = "") -> str:

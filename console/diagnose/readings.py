@@ -155,6 +155,8 @@ class History:
         self.truth = TruthHistory()
         self.ecc: dict[int, int] = {}
         """Uncorrected memory errors by GPU since the first poll or a reset of the counter."""
+        self.gpu_memory: dict[int, float] = {}
+        """The share of the memory of each GPU that was in use when the GPU last answered."""
         self.jump_s = 0.0
         self._ecc_before: dict[int, int] = {}
         self._uniform_since: int | None = None
@@ -202,6 +204,8 @@ class History:
             if (count := gpu.ecc_uncorrected) is not None:
                 before = min(count, self._ecc_before.get(gpu.index, count))
                 self._ecc_before[gpu.index], self.ecc[gpu.index] = before, count - before
+            if gpu.mem_used_mib is not None and gpu.mem_total_mib:
+                self.gpu_memory[gpu.index] = gpu.mem_used_mib / gpu.mem_total_mib
 
     def _update_time(self, now: Readings) -> None:
         elapsed_s = now.mono - (now.mono if self._mono is None else self._mono)

@@ -142,14 +142,12 @@ def _memory_ceiling(now: Readings, _history: History, _watch: Watch) -> Measured
     return Measured(used, f"{used:.0%} of the host's memory is in use")
 
 
-def _gpu_memory_ceiling(now: Readings, _history: History, _watch: Watch) -> Measured | None:
-    used = [
-        (gpu.mem_used_mib / gpu.mem_total_mib, gpu.index) for gpu in now.gpus
-        if gpu.mem_used_mib is not None and gpu.mem_total_mib
-    ]  # fmt: skip
-    if not used:
+def _gpu_memory_ceiling(now: Readings, history: History, _watch: Watch) -> Measured | None:
+    """Returns the largest share, or None while the GPU with this share does not answer."""
+    answers = {gpu.index for gpu in now.gpus if gpu.mem_used_mib is not None}
+    share, index = max(((each, gpu) for gpu, each in history.gpu_memory.items()), default=(0.0, -1))
+    if index not in answers:
         return None
-    share, index = max(used)
     return Measured(share, f"{share:.0%} of the memory of GPU {index} is in use")
 
 

@@ -25,8 +25,8 @@ from console.diagnose.causes import (
 from console.diagnose.evidence import Evidence, Stall
 from console.diagnose.rank_evidence import (
     ENDED_STATES,
+    ENDING_PHASES,
     NAMED_AFTER_S,
-    SAVING_PHASES,
     STOPPED_STATES,
     UNREPORTED,
     Moment,
@@ -78,8 +78,8 @@ def explain(moment: Moment, evidence: Evidence) -> Verdict:
 def _explain(moment: Moment, evidence: Evidence) -> Verdict:
     stall, slow = Stall(moment, evidence), moment.slowest[0]
     early = [each for each in moment.exited if each.step <= slow.step]
-    # A rank that saves does not wait for a rank that exited.
-    if early and slow.phase not in SAVING_PHASES and not any(s.cannot_run for s in stall.suspects):
+    # A rank that saves or exits does not wait for a rank that exited.
+    if early and slow.phase not in ENDING_PHASES and not any(s.cannot_run for s in stall.suspects):
         return _exited_early(stall, early)
     culprits = _culprits(stall)
     if not culprits:
@@ -160,9 +160,10 @@ def _sure(culprits: Sequence[Suspect], cause: Cause | None, stall: Stall) -> Sur
     disagree = max(len(contrary), bool(difference.ranks) and first not in difference.ranks)
     agree = sum(first in sign.ranks for sign in stall.signs)
     everyone = len(culprits) == len(stall.suspects) > 1
-    # The unchanged pulse of a stopped or ended rank is one more source. So are the pulses of all
-    # ranks if none of them can run.
-    agree += of.state in LASTING_STATES or (everyone and all(s.cannot_run for s in culprits))
+    # The unchanged pulse of a rank that is stopped, has ended or exits is one more source. So are
+    # the pulses of all ranks if none of them can run.
+    is_fixed = of.state in LASTING_STATES or of.rank.phase == "exit"
+    agree += is_fixed or (everyone and all(s.cannot_run for s in culprits))
     agree += difference.confirmed and stall.calls_differ(numbers)
     if of.where.kind == "device" and not gpu_signs.is_running(of.gpus or ()):
         return "low"

@@ -53,8 +53,11 @@ def load(name: str) -> Plan:
     path = find(name)
     plan = plans_module.load(path)
     rules.check(plan.watch, f"{path}: watch")
-    for phase in plan.phases:
-        gates.check(phase.gates, f"{path}: phase {phase.name!r}")
+    for index, phase in enumerate(plan.phases):
+        where = f"{path}: phase {phase.name!r}"
+        gates.check(phase.gates, where)
+        if why := gates.why_no_single(plan.phases, index):
+            raise UsageError(f"{where}: {why}; add such a phase, or remove the gate")
     restarting = [name for name, rule in plan.watch.rules.items() if rule.action == "restart"]
     if restarting and plan.restart.when == "never":
         raise UsageError(

@@ -15,7 +15,7 @@ from console.plans.case import Case, Found
 from console.sources.rank_totals import LAST_STEPS
 from console.status_text import size
 from trainers import settings
-from trainers.contract import data_access, drill_kinds
+from trainers.contract import data_access, drill_kinds, flags
 from trainers.contract.errors import RefusedError
 
 KEYS = {
@@ -62,8 +62,12 @@ def config(case: Case, index: int) -> Found:
     If settings of `--set` may explain each wrong fact, the result is only a warning.
     """
     phase, resolved = case.plan.phases[index], case.settings[index]
+    why = gates.why_no_single(case.plan.phases, index)  # by --phase, --nproc or a resume
     if not resolved:
-        return "pass", "a foreign program, not checked"
+        ignored = [name for name in phase.flags if flags.lookup(name).setting]
+        texts = [why, f"it may ignore {', '.join(ignored)}" * bool(ignored)]
+        text = "; ".join(filter(None, ("a foreign program, not checked", *texts)))
+        return "unknown" if any(texts) else "pass", text
     steps, least = case.value(index, "train.steps"), sweep.LEAST_STEPS
     if phase.sweep and steps < least:
         text = f"train.steps is {steps}, and a run of a sweep needs at least {least} steps"
@@ -84,6 +88,8 @@ def config(case: Case, index: int) -> Found:
     )
     expected = {name: fact for name, fact in asdict(phase.expects).items() if fact and name in KEYS}
     wrong = {name: fact for name, fact in expected.items() if getattr(found, name) != fact}
+    if not wrong and why:
+        return "unknown", why
     if not wrong:
         return "pass", f"{text}{', as the plan expects' if expected else ''}"
     said = "; ".join(
@@ -112,10 +118,18 @@ def _figures(case: Case, index: int) -> launch_facts.Figures:
 
 def disk(case: Case) -> Found:
     """Checks the free space for all checkpoints that the plan keeps, and for records."""
-    folder = nearest_folder(case.directory)
-    free = shutil.disk_usage(folder).free
     checkpoints = sum(_kept_bytes(case, i) for i, held in enumerate(case.settings) if held)
-    needed = checkpoints + RECORDS_BYTES
+    needed, why = checkpoints + RECORDS_BYTES, "the file system reports no size"
+    folder = nearest_folder(case.directory)
+    try:
+        total, _, free = shutil.disk_usage(folder)
+    except OSError as error:
+        total = free = 0
+        why = error.strerror
+    if not total:
+        return "unknown", (
+            f"the free space at {folder} is not available ({why}); the launch needs {size(needed)}"
+        )
     if free < needed:
         return "fail", (
             f"{folder} has {size(free)} free, and the launch needs {size(needed)} "
@@ -146,8 +160,8 @@ def directory(case: Case) -> Found:
     path = case.directory.absolute()
     if path != folder and os.path.lexists(file := folder / path.relative_to(folder).parts[0]):
         return "fail", f"{file} is not a directory; pass another directory with --root or --run-dir"
-    read_only = bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
-    if read_only or not os.access(folder, os.W_OK | os.X_OK):
+    if not os.access(folder, os.W_OK | os.X_OK):
+        read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
         why = "is on a read-only file system" if read_only else "is not writable"
         return "fail", f"{folder} {why}; pass another directory with --root or --run-dir"
     return "pass", str(case.directory)

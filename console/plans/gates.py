@@ -9,13 +9,15 @@ of a killed rank can close the gap at the end of the span.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from console.model import LOSS_UNIT, RESULTS, Gate, Result
+from console.plan import Phase
 from console.plans import measures
 from console.plans.measures import Measured
+from console.sources.gate_files import SPEED
 from console.sources.rank_totals import LIVE_STEPS
 from console.sources.summary import Summary
 from trainers.contract.errors import UsageError, did_you_mean
@@ -27,7 +29,7 @@ BOUNDS: Mapping[Bound, tuple[str, Callable[[float, float], bool]]] = {
     "at most": ("≤", operator.le), "fall": ("≥", operator.ge),
 }  # fmt: skip
 """The sign of each kind of bound, and the function that compares a value with the bound."""
-LEAST_FALL_NATS = 0.1
+LEAST_FALL_NATS, SCALING = 0.1, "scaling_above"
 LARGEST_BOUND = 1e300
 DEMAND_KEYS, MAX_REASON = ("bound", "at", "override"), 200
 RANK0, RANKS = "heartbeat_rank0.jsonl", "heartbeat_rank*.jsonl"
@@ -109,7 +111,7 @@ TABLE: tuple[GateRule, ...] = (
              RANK0),
     GateRule("checkpoint_mib_above", "MiB", "above", measures.checkpoint_size, "surviving steps",
              "checkpoints/"),
-    GateRule("scaling_above", "", "above", measures.scaling, "surviving steps", SINGLE),
+    GateRule(SCALING, "", "above", measures.scaling, "surviving steps", SINGLE),
     GateRule("no_log_errors", "lines", "yes", measures.log_errors, "all attempts", "logs/",
              certain=True),
     GateRule("comm_hook_active", "starts", "yes", measures.without_hook, "all attempts", RANKS,
@@ -166,6 +168,16 @@ def of_last_steps(bounds: Mapping[str, Any]) -> list[str]:
         for rule in rules
         if rule.figure in measures.OF_LAST_STEPS or rule.measure is measures.scaling
     ]
+
+
+def why_no_single(phases: Sequence[Phase], index: int) -> str:
+    """Returns why the gate on scaling of a phase can never pass, or "" if no reason is known."""
+    bound = phases[index].gates.get(SCALING)
+    single = next((each for each in reversed(phases[:index]) if each.nproc == 1), None)
+    if bound is None or demand(bound).override or (single and SPEED in single.gates):
+        return ""
+    why = f"{single.name!r} has no gate {SPEED}" if single else "there is none"
+    return f"the gate {SCALING} needs the speed of the newest earlier phase with nproc 1, and {why}"
 
 
 def _check_mapping(rule: GateRule, value: Any, wanted: Demand, where: str) -> None:

@@ -18,7 +18,7 @@ from console.supervisor import former_documents
 from console.supervisor.former_documents import NOT_ADOPTED, FormerRun
 from console.supervisor.launch_spec import LOG_DIR, LaunchSpec, argv
 from console.supervisor.link import Link
-from console.supervisor.next_flags import OPERATOR, set_words
+from console.supervisor.next_flags import MAY_IGNORE, OPERATOR, set_words
 from trainers.contract import environ, jsonl, rundir
 from trainers.contract.errors import RefusedError
 
@@ -55,7 +55,9 @@ class Evidence:
         if not only_all:
             texts.add(set_words(name, value, phases[-1], "next"))
         return any(
-            each.get("kind") == "answer" and each.get("ok") is True and each.get("text") in texts
+            each.get("kind") == "answer"
+            and each.get("ok") is True
+            and jsonl.text(each, "text").removesuffix(MAY_IGNORE) in texts
             for each in self._events[self._launch]
         )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from console.diagnose import gpu_signs
 from console.diagnose.causes import LASTING_STATES
 from console.diagnose.evidence import Evidence
-from console.diagnose.rank_evidence import RankEvidence
+from console.diagnose.rank_evidence import RankEvidence, unfinished
 from console.model import Gpu
 from console.sources import flight, kernel_evidence, process, stacks
 from console.sources.kernel_evidence import ProcessEvidence
@@ -118,8 +118,7 @@ class Collector:
     def _begin(self, ranks: Sequence[RankEvidence], positions: Positions, now: float) -> None:
         self._positions, self._began_at, self._found = positions, now, []
         since_ts = int((self._dumps_since_ts or time.time()) * 1000) / 1000
-        running = [each for each in ranks if each.phase != "exit"]
-        self._ranks = tuple(sorted(running, key=lambda each: each.position)[:MAX_RANKS])
+        self._ranks = tuple(sorted(unfinished(ranks), key=lambda each: each.position)[:MAX_RANKS])
         self.wants_dump = frozenset(each.rank for each in self._ranks if each.phase)
         self._thread = threading.Thread(
             target=self._collect, args=(self._ranks, since_ts, self._found), name="evidence",

@@ -63,9 +63,14 @@ class Hooks:
         if self._count and time.monotonic() >= self._next_at:
             self._next_at = time.monotonic() + self._settings.hook_every_s
             alert = document(list(self._waiting), self._count)
-            self._run = self._runs.submit(run, self._argv, self._folder, alert, self._limit_s)
-            self._waiting.clear()
-            self._count = 0
+            try:
+                self._run = self._runs.submit(run, self._argv, self._folder, alert, self._limit_s)
+            except RuntimeError as error:  # the old pool would run this alert later, a second time
+                self._runs = ThreadPoolExecutor(1, "hook")
+                self._report(f"cannot be started: {error}")
+            else:
+                self._waiting.clear()
+                self._count = 0
 
     def close(self) -> None:
         """Waits for the running hook, then runs the hook once more if alerts are waiting.

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from console.diagnose.rank_evidence import (
-    SAVING_PHASES,
+    ENDING_PHASES,
     RankEvidence,
+    unfinished,
     unusable_pulses,
     why_unconfirmed,
 )
@@ -168,16 +169,16 @@ class Monitor:
         self._check_pulses(seen)
         found = diagnose(seen, self._watch, time.time(), COLLECTING)
         if found is not None and self.verdict is None:
-            running = (each.unchanged_s for each in seen if each.phase != "exit")
-            self._moved_at = time.monotonic() - min(running)
+            still_s = min(each.unchanged_s for each in unfinished(seen))
+            self._moved_at = time.monotonic() - still_s
         found = self._explained(seen, found)
-        if found is not None:
+        if found is not None and found.phase != "exit":
             heads = self._heads().values()
             saved = max((max(head.saved, head.first_step - 1) for head in heads), default=0)
             cost = stop_cost(found.step or 0, saved, bool(self._run.settings))
             found = replace(found, action="; ".join(filter(None, (found.action, cost))))
         self._set_verdict(found, seen)
-        if halting and self.verdict and self.verdict.phase not in SAVING_PHASES:
+        if halting and self.verdict and self.verdict.phase not in ENDING_PHASES:
             text = "a halt is pending: ranks halt at the end of a step, and this run is stalled"
             self._alerts.raise_(HALT_PENDING, text, "crit", "K")
         else:

@@ -12,6 +12,8 @@ from console.supervisor.launch_spec import FlagValue, LaunchSpec
 from trainers.contract import flags
 from trainers.contract.errors import UsageError
 
+MAY_IGNORE = "; it starts a foreign program, which may ignore this flag"
+
 
 def set_words(name: str, value: str, phase: str, phases: Phases) -> str:
     """Returns the answer to a request that set a flag; an adoption looks for this text."""
@@ -66,4 +68,5 @@ class NextFlags:
         if value is None:
             rest = " and all later phases" if phases == "all" else ""
             return True, f"{name} is reset to the value of the plan for {phase}{rest}"
-        return True, set_words(name, value, phase, phases)
+        is_read = not flags.lookup(name).setting or any(x.is_ours for x in planned[index:last])
+        return True, set_words(name, value, phase, phases) + MAY_IGNORE * (not is_read)

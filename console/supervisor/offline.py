@@ -23,6 +23,7 @@ from console.diagnose.rank_evidence import (
     by_records,
     moment_of,
     names,
+    unfinished,
     unusable_pulses,
     why_unconfirmed,
     with_records,
@@ -332,14 +333,14 @@ def ranks_of(state: RunState, run: Path, now: Readings) -> tuple[RankEvidence, .
 def _with_process(rank: RankEvidence, worker: Mapping[str, Any]) -> RankEvidence:
     """Returns a rank with the state of its process, or pid 0 if `worker` does not identify it.
 
-    A rank in the phase `exit` is returned unchanged.
+    A rank in the phase `exit` without an identified process is returned unchanged.
     """
-    if rank.phase == "exit":
-        return rank
     state, pid = process.state(rank.pid) if rank.pid > 0 else "?", jsonl.integer(worker, "pid")
     has_ended = state in ("Z", "X") and worker.get("boot_id") == rundir.boot_id()
     if pid == rank.pid and (rundir.is_alive(worker) or has_ended):
         return replace(rank, state=state, start_ticks=rundir.start_ticks(rank.pid))
+    if rank.phase == "exit":
+        return rank
     if state == process.GONE and worker.get("host") == rundir.host_name():
         return replace(rank, state=state)
     return replace(rank, pid=0)
@@ -353,8 +354,7 @@ def _elsewhere(state: RunState) -> tuple[str, ...]:
 
 def collect(run: Path, ranks: Sequence[RankEvidence]) -> Evidence:
     """Returns the evidence about `ranks`; it has only dumps made since a rank last moved."""
-    running = [each for each in ranks if each.phase != "exit"]
-    still_s = min((each.unchanged_s for each in running), default=0.0)
+    still_s = min((each.unchanged_s for each in unfinished(ranks)), default=0.0)
     nvml = Nvml()
     nvml.start()
     collector = Collector(run, nvml.rows, lambda: None, time.time() - still_s)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from console.supervisor.launch_spec import FlagValue, LaunchSpec
 from console.supervisor.observers import ALERT, SETTLED_S, Observers
 from console.supervisor.snapshot_writer import Snapshots
 from trainers.contract import VERSION, environ, jsonl, rundir
-from trainers.contract.errors import UsageError
+from trainers.contract.errors import RefusedError, UsageError
 
 REFRESH_S = 5.0
 BUSY_S, IDLE_S, QUIET_S = 0.05, 0.2, 1.0
@@ -56,6 +57,8 @@ class Run:
         self.state: State = "running" if former else "starting"
         self.why, self._since_ts, self.over = "", time.time(), False
         self.gates: tuple[Gate, ...] = ()
+        self._halt_file = False
+        """True if a `.HALT` existed when the newest attempt, after the first, was prepared."""
         self._next_at: float | None = None
         """The time at which the next attempt begins, or None if the run waits for no attempt."""
         self._git: Mapping[str, Any] = jsonl.mapping(former_state, "git")
@@ -250,7 +253,13 @@ class Run:
         return attempt
 
     def prepare(self) -> None:
-        """Creates the run directory for the first attempt, or checks it for a later attempt."""
+        """Creates the run directory for the first attempt, or checks it for a later attempt.
+
+        Raises RefusedError if a `.HALT` keeps a later attempt from starting.
+        """
+        self._halt_file = self.number > 1 and os.path.lexists(self.path / rundir.HALT)
+        if self._halt_file:
+            raise RefusedError(f"{rundir.HALT} exists")
         if self.number > 1:
             self._directory.check_token(self.path, self._context.token)
         elif aside := self._directory.make_run(self.path, self._record):
@@ -298,8 +307,12 @@ class Run:
         state, why = self.attempt.decided()
         if self.attempt.stage != "over":
             return self._become(state, why)
-        known, ended = self.attempt.known, [*self._ended, self._ended_as(state, why)]
-        ending = self._is_final or known.halt_wanted or not self.attempt.tree.spawned
+        known, spawned = self.attempt.known, self.attempt.tree.spawned
+        if not spawned and self._ended and (known.requested or self._halt_file):
+            facts = replace(known, halt_file=self._halt_file, previous_end=self._ended[-1].why)
+            return self._conclude(*decide(facts))
+        ended = [*self._ended, self._ended_as(state, why)]
+        ending = self._is_final or known.halt_wanted or not spawned
         again = "" if ending else restart.next_attempt(ended, self._spec.plan.restart)
         if isinstance(again, str) and (doing := self.observers.call(CHECK, self._poll_check, "")):
             return self._become("stopping", f"all processes have ended; {doing}")

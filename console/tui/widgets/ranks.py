@@ -70,11 +70,10 @@ def _layout(state: RunState, has_gpus: bool, wide: bool, width: int, digits: int
     else:
         fixed = [("rank", digits), ("cpu", -4), (BAR, 0), ("mem", -8 if wide else -5)]
     fixed += [("step", -8 if wide else -7), ("phase", 9), ("for", -4)]
-    used = sum(abs(w) + 1 for _, w in fixed)
-    if wide:
-        fixed += [("age", -4), ("pid", -8)]
-    elif width - used >= len(MARK) + PID + 1:
-        fixed += [("pid", -PID)]
+    fixed += [("age", -4)] * wide
+    used, pid = sum(abs(w) + 1 for _, w in fixed), PID + wide
+    if width - used >= len(MARK) + pid + 1:  # a pid that is cut would be another pid
+        fixed += [("pid", -pid)]
     used = sum(abs(w) + 1 for _, w in fixed) - 1
     bar = max(1, min(16 if has_gpus else 20, width - used - len(MARK)))
     return [(name, w or bar) for name, w in fixed]

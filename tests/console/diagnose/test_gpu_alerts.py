@@ -91,6 +91,16 @@ def test_a_gpu_without_values_clears_none_of_its_alerts_and_has_its_own():
     ]
 
 
+def test_full_memory_stays_reported_while_its_gpu_does_not_answer():
+    full, other = replace(GPU, mem_used_mib=999.0), replace(GPU, index=1)
+    silent = replace(GPU, state="ok", mem_used_mib=None, why="no memory (Unknown Error)")
+    said = gpu_texts(*[(full, other)] * 70, *[(silent, other)] * 30, *[(GPU, other)] * 5)
+    assert said == [
+        (60, "raise", "100% of the memory of GPU 0 is in use"),
+        (100, "clear", "gpu_memory_ceiling cleared"),
+    ]
+
+
 def test_memory_errors_are_reported_again_and_clear_after_a_reset():
     worse = [replace(GPU, ecc_uncorrected=count) for count in (3, 4, 7)]
     reset = replace(GPU, ecc_uncorrected=0)

@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from console.diagnose.rank_evidence import RankEvidence, limit_s
+from console.diagnose.readings import Readings
 from console.diagnose.verdict import BEING_READ, COLLECTING, LOOK_AT_STACKS, NO_EVIDENCE, diagnose
-from console.plan import Watch
+from console.diagnose.watchdog import Watchdog
+from console.plan import Watch, WatchRule
 from trainers.contract.pulse import PHASES
 
 NOW = 1_790_000_000.0
@@ -35,6 +37,7 @@ def early(number, phase="forward", **more):
 
 
 EXITED = rank(0, "exit", 500.0, "gone", step=5, code=0)
+HUNG = rank(1, "exit", start_ticks=5)
 SENTENCES = {
     "slowest rank": (
         (rank(0, "backward"), rank(1)), ("slowest-rank", 1, "medium"),
@@ -97,6 +100,11 @@ SENTENCES = {
         f"rank 1 has been stalled in forward of step 41 since {SINCE}; rank 0 exited (code 0)"
         + DUMP,
     ),
+    "hangs after its exit record": (
+        (replace(EXITED, step=41), HUNG), ("exit-hangs", 1, "medium"),
+        f"rank 1 has been stalled in exit of step 41 since {SINCE}: it has not ended since its "
+        "exit record; rank 0 exited (code 0)",
+    ),
 }  # fmt: skip
 
 
@@ -120,6 +128,8 @@ PROGRESS = {
     "stopped for two seconds": (rank(0, unchanged=2.0), rank(1, unchanged=2.0, state="T")),
     "all gone": (early(0, state="gone"), early(1, state="gone")),
     "all exited": (rank(0, "exit", 500.0), rank(1, "exit", 500.0)),
+    "all exited, and one is still ending": (EXITED, replace(HUNG, unchanged_s=9.0)),
+    "one exits, and the pulse of the other is lost": (HUNG, rank(0, "", 500.0, doubt="lost")),
     "one exited, the other moves": (EXITED, rank(1, "backward", 1.0, step=6)),
     "starting": (rank(0, "boot", 100.0, step=0), rank(1, "boot", 100.0, step=0)),
     "no pulse yet": (rank(0, "", 119.0, step=0),),
@@ -143,6 +153,11 @@ def test_a_stopped_or_exited_rank_is_named_after_three_seconds_whatever_the_limi
     assert waits.sentence.endswith("; rank 1 is slower, in fetch")
 
 
+def test_the_next_step_after_an_exit_is_true_for_a_program_without_checkpoints():
+    action = judge(rank(0, "backward"), rank(1, state="gone")).action
+    assert action == "stop the run, then resume it, or launch it again if it has no checkpoint"
+
+
 def test_a_pid_that_is_not_known_is_no_number_in_a_command():
     """The pid of a rank may be unknown; `kill -CONT 0` would send the signal to the shell."""
     found = judge(rank(0, "backward"), replace(rank(1, state="T"), pid=0))
@@ -157,6 +172,14 @@ def test_starting_and_saving_have_limits_of_their_own():
     assert judge(rank(0, "save", 130.0), rank(1, "halt", 130.0)).rank == 0
     saves = judge(replace(EXITED, step=42), rank(1, "save", 130.0, step=42))
     assert (saves.cause, saves.rank) == ("all-ranks", 1)
+
+
+def test_a_rank_that_hangs_after_its_exit_record_leads_to_no_action():
+    watch = replace(WATCH, rules={"stall": WatchRule(action="restart")}, stall_act_s=1)
+    dog, ranks = Watchdog(watch), (replace(EXITED, step=41), replace(HUNG, unchanged_s=5000.0))
+    assert judge(*ranks)
+    moments = (Readings(float(n), NOW + n, ranks, stall_doubt="") for n in range(200))
+    assert [change for each in moments for change in dog.update(each)] == []
 
 
 def test_the_limit_follows_slow_steps():

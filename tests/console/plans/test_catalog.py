@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 
 from console import actions
 from console import plan as plans_module
@@ -24,7 +24,7 @@ PHASES = [{"name": "one", "script": __file__}]
 
 def written(folder: Path, **document) -> str:
     path = folder / "mine.yaml"
-    path.write_text(yaml.safe_dump({"name": "mine", "phases": PHASES} | document))
+    path.write_text(json.dumps({"name": "mine", "phases": PHASES} | document))  # no YAML aliases
     return str(path)
 
 
@@ -82,6 +82,27 @@ def test_an_unknown_gate_names_file_and_phase(tmp_path):
         catalog.load(written(tmp_path, phases=phases))
 
 
+def test_a_gate_on_scaling_needs_an_earlier_phase_of_one_rank_with_a_gate_on_its_speed(tmp_path):
+    speed = {"toks_per_s_50_above": 1}
+    toy = {"config": "configs/tiny_cpu.yaml", "set": {"train.steps": 60}, "nproc": 1}
+    one, fast = {**toy, "name": "one"}, {**toy, "name": "fast", "gates": speed}
+    two = {**toy, "name": "two", "nproc": 2}
+    both = {**two, "gates": {"scaling_above": 0.5}}
+    wrong = {"there is none": [both, fast], "'one' has no gate toks_per_s_50": [fast, one, both]}
+    for says, phases in wrong.items():
+        path = written(tmp_path, phases=phases)
+        with pytest.raises(UsageError, match=f"phase 'two': the gate scaling_above needs .*{says}"):
+            catalog.load(path)
+    accepted = {**two, "gates": {"scaling_above": {"bound": 0.5, "override": "Not this time."}}}
+    assert catalog.load(written(tmp_path, phases=[accepted]))
+    path = written(tmp_path, phases=[fast, both])
+    for choice, result in (({}, "pass"), ({"phase": "two"}, "unknown"), ({"nproc": 2}, "unknown")):
+        options = LaunchOptions(path, root=tmp_path / "artifacts", **choice)
+        (row,) = (c for c in actions.prepare(options).checks if c.name == "config two")
+        assert row.result == result, row.text
+        assert result == "pass" or row.text.endswith("with nproc 1, and there is none")
+
+
 def test_a_plan_without_gpus_trains_on_the_cpu_also_where_there_is_one(tmp_path):
     for plan in (each for each in catalog.plans()[0] if each.gpus == 0):
         prepared = actions.prepare(LaunchOptions(plan=plan.name, root=tmp_path))
@@ -102,6 +123,15 @@ def test_more_processes_than_cores_only_warns(tmp_path):
     found = checks(case(tmp_path, phases=[PHASES[0] | {"nproc": 900}]))
     assert found["cores"].result == "unknown"
     assert found["memory"].result == "fail"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "result"), [("NSA_ACCUM", "3", "unknown"), ("NCCL_DEBUG", "INFO", "pass")]
+)
+def test_a_flag_that_a_foreign_program_may_ignore_is_a_warning(tmp_path, name, value, result):
+    prepared = actions.prepare(LaunchOptions(written(tmp_path), flags={name: value}, root=tmp_path))
+    (row,) = (check for check in prepared.checks if check.name == "config one")
+    assert (row.result, f"it may ignore {name}" in row.text) == (result, result == "unknown")
 
 
 @pytest.mark.parametrize("program", [{"script": "nowhere.py"}, {"module": "nowhere.x"}])

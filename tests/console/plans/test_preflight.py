@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import socket
@@ -108,6 +109,21 @@ def test_a_full_disk_is_refused(tmp_path, full):
     assert (result, text.startswith(f"{full} has 1.0 MiB free, and the launch needs 1.0 GiB")) == (
         "fail", True,
     ), text  # fmt: skip
+
+
+def test_free_space_that_the_file_system_does_not_report_is_a_warning(tmp_path, monkeypatch):
+    result, text = config_checks.disk(replace(bare(tmp_path), directory=Path("/proc/launch")))
+    assert (result, "at /proc is not available (the file system reports no size)" in text) == (
+        "unknown", True,
+    ), text  # fmt: skip
+
+    def refuse(_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "statvfs", refuse)  # some network file systems refuse it
+    result, text = config_checks.disk(bare(tmp_path))
+    assert (result, "(Input/output error); the launch needs 1.0 GiB" in text) == ("unknown", True)
+    assert config_checks.directory(bare(tmp_path))[0] == "pass"
 
 
 @pytest.mark.parametrize("below", ["", "launch"])

@@ -19,7 +19,7 @@ from console.sources import process
 from console.supervisor import cross_check, launch_spec
 from console.supervisor.ends import end_of, take_log
 from console.supervisor.live_directory import LastPulses, Live
-from console.supervisor.next_flags import NextFlags
+from console.supervisor.next_flags import MAY_IGNORE, NextFlags
 from console.supervisor.process_tree import Tree, Worker
 from console.supervisor.restart import AttemptEnd, next_attempt
 from tests import owners
@@ -135,6 +135,7 @@ def test_a_flag_of_the_run_needs_the_plan_an_answer_or_a_process(launch, monkeyp
         ("next", "NSA_LR=0.5 for two only", True), ("all", "NSA_LR=0.5 for two only", False),
         ("all", "NSA_LR=0.5 for two and all later phases", True),
         ("next", "NSA_LR=0.5 for one only", False),
+        ("next", f"NSA_LR=0.5 for two only{MAY_IGNORE}", True),
     ],
 )  # fmt: skip
 def test_a_flag_for_the_next_phase_needs_the_answer_to_its_request(

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -205,6 +206,23 @@ def test_a_machine_without_descriptors_is_a_failure_and_the_next_start_works(tmp
     t.hooks.alert(alert("second"))
     t.until(lambda: len(t.events) == 2)
     assert t.events[1][1].endswith("works again")
+
+
+def test_a_machine_without_threads_is_a_failure_and_the_alert_is_sent_once(tmp_path, monkeypatch):
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    t = Trial(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        t.hooks.alert(alert("first"))
+        t.hooks.poll()
+    text = f"the alert hook {sys.executable} cannot be started: can't start new thread"
+    assert t.events == [("hook", text, "warn")]
+    t.until(lambda: len(t.events) == 2)
+    t.hooks.alert(alert("second"))
+    t.hooks.close()
+    assert [each["env"]["NSA_ALERT_TEXT"] for each in t.records()] == ["first", "second"]
 
 
 def test_a_hook_runs_also_when_the_launch_directory_is_gone(tmp_path):

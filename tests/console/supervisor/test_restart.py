@@ -254,6 +254,20 @@ def test_a_halt_ends_the_wait_for_the_next_attempt(begin):
     assert not process.with_token(started.token())
 
 
+@pytest.mark.parametrize("blocked", [False, True])
+def test_a_halt_file_made_by_hand_keeps_the_next_attempt_from_starting(begin, blocked):
+    started = waiting(begin, 3 if blocked else 600)
+    run = started.run()
+    if blocked:
+        (run / "logs" / "attempt2").touch()  # a file where the directory of the logs should be
+        started.wait(lambda: started.alerts("restart-waits"))
+    (run / rundir.HALT).touch()
+    (phase_state,) = started.wait_end()["phases"]
+    assert phase_state["state"] == "halted"
+    assert phase_state["why"].startswith("a .HALT file exists; previous end: rank 1: ")
+    assert not process.with_token(started.token())
+
+
 @pytest.mark.parametrize(
     ("method", "answer"),
     [

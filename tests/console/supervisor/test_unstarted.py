@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from console.supervisor.run import BUSY_S, IDLE_S, Run
-from tests.launches import STUB, phase
+from tests.launches import STUB, console, phase
 
 
 def late_torchrun(folder: Path, go: Path) -> dict[str, str]:
@@ -68,6 +68,37 @@ def test_a_rank_that_hangs_after_its_exit_record_alerts(begin, tmp_path):
     assert (cleared["kind"], started.state()["state"]) == ("clear", "running")
     (tmp_path / "go0").touch()
     assert started.wait_end()["phases"][0]["state"] == "completed"
+
+
+def test_a_rank_that_hangs_after_its_exit_record_is_named_by_a_verdict(begin, tmp_path):
+    program = tmp_path / "hangs.py"
+    program.write_text(
+        "import atexit, os, time\n"
+        f"go = {str(tmp_path)!r} + '/go'\n"
+        "def hang():\n"
+        "    while os.environ['RANK'] == '1' and not os.path.exists(go):\n        time.sleep(0.5)\n"
+        "atexit.register(hang)\n"
+        "from trainers.contract.member import join\nrun = join()\n"
+        "for step in range(1, 4):\n    run.step(step, loss=1.0)\n"
+    )
+    started = begin(
+        {"name": "one", "script": str(program), "nproc": 2},
+        watch={"stall_floor_s": 2, "grace_s": 1}, shell=STUB,
+    )  # fmt: skip
+    found = started.wait(lambda: (v := started.state().get("verdict")) and v["cause"] == "sleep"
+                         and v)  # fmt: skip
+    assert (found["rank"], found["phase"], found["step"]) == (1, "exit", 3)
+    assert found["sentence"].startswith("rank 1 has been stalled in exit of step 3 since ")
+    assert found["sentence"].endswith("it waits for a timer; rank 0 exited (code 0)")
+    assert "a stop costs" not in found["action"]
+    code, said, _ = console("diagnose", started.path)
+    assert (code, "rank 1 has been stalled in exit of step 3" in said) == (1, True), said
+    started.kill_supervisor()
+    code, said, _ = console("diagnose", started.path)
+    assert (code, "rank 1 has been stalled in exit of step 3" in said) == (1, True), said
+    assert "waits for a timer" in said
+    (tmp_path / "go").touch()
+    started.wait_gone()
 
 
 @pytest.mark.parametrize(("alerts", "pace_s"), [({}, BUSY_S), ({"not-started": {}}, IDLE_S)])

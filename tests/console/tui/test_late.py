@@ -164,12 +164,14 @@ def test_a_confirmed_launch_outlives_the_screen(tmp_path, begin, ends):
     plan, root = write_plan(tmp_path, phases=[phase("one", "member.py", 3)]), tmp_path / "artifacts"
     words = [sys.executable, "-m", "console", "--root", str(root), "--plan", str(plan)]
     env = {"PYTHONPATH": f"{tmp_path}:{STUB['PYTHONPATH']}", "XDG_STATE_HOME": str(tmp_path)}
-    with Terminal(words, ROOT, env, (300, 40)) as terminal:
+    with Terminal(words, ROOT, env, (500, 40)) as terminal:
         terminal.play("…ready: ", "L", "…y yes", "y", "…launching ")
         if ends == "q":
             terminal.leave()
             told = f"the launch of {plan} continues; {sys.executable} -m console --root {root} runs"
-            assert f"{told} lists it, unless its preflight fails" in " ".join(terminal.text.split())
+            why = f"{sys.executable} -m console check {plan}"
+            told = f"{told} lists it, unless its preflight fails; {why}"
+            assert told in " ".join(terminal.text.split())
         else:
             terminal.hang_up()
             terminal.wait_exit()

@@ -10,7 +10,7 @@ import pytest
 
 from console.model import Alert, Gate
 from console.plans.case import Check
-from console.tui.rows import text_of
+from console.tui.rows import clip, text_of
 from console.tui.views.stall import rank_rows as stall_rows
 from console.tui.widgets.chooser import entries
 from console.tui.widgets.lines import WHOLE, Panel
@@ -62,6 +62,21 @@ def test_the_end_of_a_rank_fits_its_column():
     for rows in (rank_rows(state, 50, 9)[1:], stall_rows(state, {}, 78, NOW)):
         for row, word in zip(rows, ("SIGSEGV", "exit 1", r"exit \?"), strict=True):
             assert re.search(f" {word} ", text_of(row)), text_of(row)
+
+
+@pytest.mark.parametrize("with_gpus", [True, False])
+def test_a_pid_is_shown_whole_or_not_at_all(with_gpus):
+    ranks = (recorded.rank(0, with_gpus, pid=4_194_303),)
+    verdict = dataclasses.replace(recorded.VERDICT, rank=0)
+    state = recorded.running(ranks=ranks, verdict=verdict)
+    shown = {}
+    for width in range(50, 100):
+        heading, row = (text_of(clip(row, width)) for row in rank_rows(state, width, 9))
+        shown[width] = "pid" in heading
+        assert ("4194303" in row) == shown[width], row
+        assert width < 70 or row.endswith("◂"), row
+    assert shown[78]
+    assert shown[70] is not with_gpus
 
 
 def test_a_dead_supervisor_is_the_first_alert_of_a_stall():
