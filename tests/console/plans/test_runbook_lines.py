@@ -9,7 +9,7 @@ import pytest
 
 from console import actions
 from console.diagnose import rules
-from console.plans import catalog
+from console.plans import catalog, gates
 from trainers import command_line, settings
 from trainers.contract.errors import UsageError
 
@@ -123,6 +123,8 @@ def test_the_production_phase_has_the_runbooks_criteria_and_duration(plan, hours
     production = catalog.load(plan).phases[-1]
     wanted = {"entropy_above", "collapse_below", "gpu_mem_growth_below_mib", "fetch_below_s"}
     assert (production.expects.hours, wanted - production.gates.keys()) == (hours, set())
+    early = wanted - {"gpu_mem_growth_below_mib"}
+    assert {gates.demand(production.gates[name]).at for name in early} == {(500, 5000)}
 
 
 @pytest.mark.parametrize("plan", catalog.files())
