@@ -17,7 +17,7 @@ from console import plan as plans_module
 from console.action_table import ACTIONS, check
 from console.launch_options import LaunchOptions
 from console.plan import BETWEEN, Phase, Plan
-from console.plans import catalog, launch_facts, preflight
+from console.plans import catalog, launch_facts, preflight, sweep
 from console.plans.case import Case, Check
 from console.sources import launches, process
 from console.sources.tail import Tail
@@ -190,6 +190,8 @@ def _plan(
         for sentence in _drop_shell_flags(plan, flag_origins, given, origins):
             if said:
                 said(sentence)
+    chosen = [each for each in plan.phases if options.phase in ("", each.name, each.sweep)]
+    sweep.check_variants(chosen, given, options.sets)
     phases = tuple(
         replace(
             phase,
@@ -198,11 +200,10 @@ def _plan(
             set={**phase.set, **options.sets},
             flags={**phase.flags, **given},
         )
-        for phase in plan.phases
-        if options.phase in ("", phase.name)
+        for phase in chosen
     )
     if not phases:
-        known = [phase.name for phase in plan.phases]
+        known = [phase.sweep or phase.name for phase in plan.phases]
         raise UsageError(
             f"{plan.name} has no phase {options.phase!r}{did_you_mean(options.phase, known)}"
         )

@@ -190,7 +190,7 @@ QUERIES: tuple[Command, ...] = (
        "a run directory is followed.\n" + LEGACY,
        "diagnose.bundle"),
     Command("watchdog", "Evaluate the watch rules on a run until it ends.", (
-        "watchdog latest", "watchdog artifacts/m7c_125m_2xa100_prod --halt --interval 30",
+        "watchdog latest", "watchdog runs/by_hand --halt --interval 30",
     ), (
         _run(),
         option("--halt", action="store_true",

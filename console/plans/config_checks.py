@@ -24,6 +24,7 @@ KEYS = {
     "tokens_per_step": ("train.batch_size", "train.accumulate", "data.seq_len"),
 }
 """Prefixes of the settings on which each expected fact depends."""
+STATISTICS = "report.disable_aux_stats"
 RECORDS_BYTES = 1 << 30
 """Space for the records and logs of a launch."""
 STATE_BYTES = 16
@@ -57,7 +58,7 @@ def _is_there(module: str) -> bool:
 
 
 def config(case: Case, index: int) -> Found:
-    """Checks the facts that the plan expects of a phase, its number of steps and its drills.
+    """Checks the facts that the plan expects of a phase, its steps, its statistics and its drills.
 
     If settings of `--set` may explain each wrong fact, the result is only a warning.
     """
@@ -76,6 +77,11 @@ def config(case: Case, index: int) -> Found:
         text = f"train.steps is {steps}, and {', '.join(names)} needs {LAST_STEPS} steps"
         by_hand = resolved["train.steps"]["origin"] == settings.COMMAND_LINE
         return "unknown" if by_hand else "fail", f"{text}; correct train.steps, or remove the gate"
+    origin = resolved[STATISTICS]["origin"]
+    if case.value(index, STATISTICS) and (names := gates.of_statistics(phase.gates)):
+        text = f"{STATISTICS}=true ({origin}) leaves {', '.join(names)} without a value"
+        result = "unknown" if origin == settings.COMMAND_LINE else "fail"
+        return result, f"{text}; use NSA_DISABLE_AUX_STATS=0"
     drills = drill_kinds.parse(case.value(index, "train.drill"), "train.drill")
     if none := [drill for drill in drills if (drill.rank or 0) >= phase.nproc]:
         ranks = f"{phase.name} has only the ranks below {phase.nproc}"

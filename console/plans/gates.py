@@ -162,10 +162,9 @@ def check(bounds: Mapping[str, Any], where: str) -> None:
 
 def of_last_steps(bounds: Mapping[str, Any]) -> list[str]:
     """Returns the names of the gates that need `LAST_STEPS` steps and have no override."""
-    rules = (RULES[name] for name, value in bounds.items() if not demand(value).override)
     return [
         rule.name
-        for rule in rules
+        for rule in _binding(bounds)
         if rule.figure in measures.OF_LAST_STEPS or rule.measure is measures.scaling
     ]
 
@@ -178,6 +177,15 @@ def why_no_single(phases: Sequence[Phase], index: int) -> str:
         return ""
     why = f"{single.name!r} has no gate {SPEED}" if single else "there is none"
     return f"the gate {SCALING} needs the speed of the newest earlier phase with nproc 1, and {why}"
+
+
+def of_statistics(bounds: Mapping[str, Any]) -> list[str]:
+    """Returns the names of the gates on the attention gate that have no override."""
+    return [rule.name for rule in _binding(bounds) if rule.figure in measures.OF_STATISTICS]
+
+
+def _binding(bounds: Mapping[str, Any]) -> list[GateRule]:
+    return [RULES[name] for name, value in bounds.items() if not demand(value).override]
 
 
 def _check_mapping(rule: GateRule, value: Any, wanted: Demand, where: str) -> None:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from console import status_text
-from console.plan import LIMITS, NAME, highest_p
+from console.plan import LIMITS, NAME, Phase, highest_p
 from console.plans import launch_facts
 from console.plans.gate_check import poll_confirmed
 from console.sources import json_documents, launches
@@ -140,6 +140,20 @@ class Comparison:
         }  # fmt: skip
 
 
+def check_variants(
+    phases: Sequence[Phase], of_all: Mapping[str, str], sets: Mapping[str, str]
+) -> None:  # fmt: skip
+    """Raises UsageError if a value for all phases replaces one in which variants differ."""
+    for name in dict.fromkeys(phase.sweep for phase in phases if phase.sweep):
+        each = [_given(asdict(phase)) for phase in phases if phase.sweep == name]
+        for word in (*of_all, *sets):
+            if len({given.get(flags.OWN.get(word, word)) for given in each}) > 1:
+                raise UsageError(
+                    f"the variants of {name} differ in {word}, and the shell or an option sets it "
+                    "for all of them; unset it, or launch another phase"
+                )
+
+
 def fast_s(steps_s: Sequence[float]) -> float:
     """Returns the 10 % quantile of step times, because other load affects the fast steps least."""
     return sorted(steps_s)[int(FAST_QUANTILE * (len(steps_s) - 1))]
@@ -197,6 +211,9 @@ def _refusal(variants: Sequence[Variant]) -> str:
                 if a.facts.get(key) != run.facts.get(key):
                     values = f"{a.facts.get(key)!r} in {a.name} and {run.facts.get(key)!r}"
                     return f"{key} is {values} in {run.name}"
+    for key in variables & first.facts.keys():
+        if all(variant.runs[0].facts[key] == first.facts[key] for variant in variants):
+            return f"{key} is {first.facts[key]!r} in all runs, although the variants differ in it"
     return ""
 
 

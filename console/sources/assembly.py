@@ -94,7 +94,8 @@ class Assembly:
         records, supervisor, run_json = self.records, self._newest, self.run_json
         ranks = read_ranks(supervisor, run_json, records, self._live, self._has_ended)
         step = newest_step(supervisor, ranks, records)
-        planned = json_documents.planned_steps(run_json)
+        described = run_json or self.env  # a training by hand has only env.json
+        planned = json_documents.planned_steps(described)
         is_legacy = records.files.is_legacy
         return RunState(
             id=self._id, path=str(self.run), state=self._state, why=self._why,
@@ -104,7 +105,7 @@ class Assembly:
             world=len(ranks), step=step, steps_planned=planned, eta_s=self._eta_s(step, planned),
             data_age_s=None if self._has_ended else data_age_s(ranks, records),
             ranks=ranks, gpus=own_gpus(run_json, records.gpus),
-            figures=records.figures(loss_unit(run_json.get("settings") or is_legacy)),
+            figures=records.figures(loss_unit(described.get("settings") or is_legacy)),
             alerts=self._alerts(), verdict=self._verdict(),
             gates=self._gates, bounds=json_documents.bounds(run_json),
             armed=self._policy("armed"), armed_short=self._policy("armed_short"),

@@ -130,7 +130,7 @@ def gates(record: Mapping[str, Any]) -> tuple[Gate, ...]:
 
 
 def planned_steps(record: Mapping[str, Any]) -> int | None:
-    """Returns `train.steps` of run.json or of a phase in a plan, or None if it is no integer."""
+    """Returns `train.steps` of run.json, env.json or a phase; None if it is no integer."""
     for name in ("settings", "set"):
         settings = jsonl.mapping(record, name)
         setting = jsonl.mapping(settings, STEPS) or {"value": settings.get(STEPS)}

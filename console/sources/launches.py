@@ -10,6 +10,7 @@ import calendar
 import contextlib
 import functools
 import re
+import shlex
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -175,7 +176,10 @@ def find(name: str, root: Path = ROOT, act: bool = False) -> Path:
     wanted, _, phase = name.partition("/")
     matches = _matches(wanted, known)
     if there and not matches:
-        raise NotFoundError(f"{path} is not a run: it has no {rundir.PLAN} and no {rundir.RUN}")
+        raise NotFoundError(
+            f"{path} is not a run: it has no {rundir.PLAN}, no {rundir.RUN} and no heartbeat; "
+            f"{program()} --root {shlex.quote(name)} runs lists the runs in it"
+        )
     if not matches:
         hint = did_you_mean(wanted, {each.id for each in known})
         raise NotFoundError(f"no run {name!r} under {root}{hint}; {program()} runs lists the runs")

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from console.sources.run import RunSource
 from tests.trainers.runs import ROOT, Run, latest_checkpoint, small
 from trainers import manifest
 from trainers.contract import rundir
@@ -73,6 +74,11 @@ def test_no_two_attempts_have_the_same_number(tmp_path):
     assert last.metrics()["attempt"] == 3
     places = [(record["attempt"], record["n"]) for record in last.records()]
     assert len(set(places)) == len(places)
+
+
+def test_the_state_of_a_training_by_hand_has_its_planned_steps_and_the_unit_of_its_loss(tmp_path):
+    state = RunSource(Run(tmp_path, STEPS).done().path).poll()
+    assert (state.step, state.steps_planned, state.figures["loss"].unit) == (4, 4, "nats/token")
 
 
 def test_a_resume_without_a_further_step_keeps_the_checkpoint_and_the_figures(tmp_path):

@@ -291,6 +291,20 @@ def test_a_phase_has_the_steps_that_its_gates_need(tmp_path, steps):
     assert expected(tmp_path, phases=[phase]).result == "pass"
 
 
+def test_gates_on_the_attention_gate_need_its_statistics(tmp_path):
+    """The runbooks call NSA_DISABLE_AUX_STATS=1 mandatory; these gates would end the plan."""
+    bounds = {"entropy_above": 0.5, "collapse_below": {"bound": 1, "override": "why"}}
+    phase = {"name": "one", "config": "configs/tiny_cpu.yaml", "gates": bounds}
+    without = expected(tmp_path, phases=[phase | {"flags": {"NSA_DISABLE_AUX_STATS": "1"}}])
+    assert (without.result, without.text) == (
+        "fail", "report.disable_aux_stats=true (flag NSA_DISABLE_AUX_STATS) leaves entropy_above "
+        "without a value; use NSA_DISABLE_AUX_STATS=0",
+    )  # fmt: skip
+    by_hand = expected(tmp_path, {"report.disable_aux_stats": "true"}, phases=[phase])
+    assert (by_hand.result, "leaves entropy_above without" in by_hand.text) == ("unknown", True)
+    assert expected(tmp_path, phases=[phase]).result == "pass"
+
+
 def test_a_difference_that_set_makes_is_a_warning(tmp_path):
     found = expected(tmp_path, {"data.seq_len": "112"})
     assert (found.result, "changed by --set data.seq_len" in found.text) == ("unknown", True)

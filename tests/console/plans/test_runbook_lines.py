@@ -8,7 +8,8 @@ from dataclasses import asdict
 import pytest
 
 from console import actions
-from console.plans import catalog
+from console.diagnose import rules
+from console.plans import catalog, gates
 from trainers import command_line, settings
 from trainers.contract.errors import UsageError
 
@@ -122,6 +123,16 @@ def test_the_production_phase_has_the_runbooks_criteria_and_duration(plan, hours
     production = catalog.load(plan).phases[-1]
     wanted = {"entropy_above", "collapse_below", "gpu_mem_growth_below_mib", "fetch_below_s"}
     assert (production.expects.hours, wanted - production.gates.keys()) == (hours, set())
+    early = wanted - {"gpu_mem_growth_below_mib"}
+    assert {gates.demand(production.gates[name]).at for name in early} == {(500, 5000)}
+
+
+@pytest.mark.parametrize("plan", catalog.files())
+def test_a_plan_warns_of_a_drop_of_the_throughput_as_early_as_by_default(plan):
+    """The action has a bound of its own, so a plan that halts needs no lower threshold."""
+    of_plan = {rule.name: rule for rule in rules.with_plan(catalog.load(plan).watch, {})}
+    drop, usual = of_plan[rules.THROUGHPUT_DROP], rules.RULES[rules.THROUGHPUT_DROP]
+    assert (drop.threshold, drop.severe) == (usual.threshold, 0.1)
 
 
 def test_every_plan_file_is_among_those():

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from console import plan
+from console import actions, plan
+from console.launch_options import LaunchOptions
 from console.plans.sweep import Run, Variant, compare, p_value
 from trainers.contract.errors import UsageError
 
@@ -116,6 +120,37 @@ def test_variants_that_differ_in_more_than_the_variable_are_not_compared(
     found = compare("bucket", [variant("a", figures, {"ddp.bucket_mb": "25"}), other])
     assert found.answer.startswith("not compared: ")
     assert words in found.refusal
+
+
+def test_variants_that_were_all_trained_with_the_same_value_are_not_compared() -> None:
+    """For example, because an operator set the flag for all later phases."""
+    first, other = (variant(x, [1.0] * 8, {"ddp.bucket_mb": x}) for x in ("25", "50"))
+    runs = tuple(replace(run, facts={**run.facts, "ddp.bucket_mb": 25}) for run in other.runs)
+    first = replace(first, runs=runs)
+    found = compare("bucket", [first, replace(other, runs=runs)])
+    assert found.refusal == "ddp.bucket_mb is 25 in all runs, although the variants differ in it"
+
+
+@pytest.mark.parametrize(
+    ("given", "word"),
+    [
+        ({"flags": {"NSA_DDP_BUCKET_MB": "25"}}, "NSA_DDP_BUCKET_MB"),
+        ({"sets": {"ddp.bucket_mb": "25"}}, "ddp.bucket_mb"),
+    ],
+)
+def test_a_value_of_all_phases_replaces_no_value_in_which_variants_differ(
+    given: Any, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runbooks export NSA_DDP_BUCKET_MB=25, and all runs of the sweep would train with it."""
+    path = tmp_path / "buckets.yaml"
+    path.write_text(yaml.safe_dump(PLAN))
+    options = LaunchOptions(str(path), phase="bucket", root=tmp_path)
+    with pytest.raises(UsageError, match=f"the variants of bucket differ in {word}, and the shell"):
+        actions.prepare(replace(options, **given))
+    assert len(actions.prepare(replace(options, flags={"NSA_LR": "0.5"})).phases) == 18
+    monkeypatch.setenv("NSA_DDP_BUCKET_MB", "25")
+    with pytest.raises(UsageError, match="differ in NSA_DDP_BUCKET_MB"):
+        actions.prepare(options)
 
 
 def test_a_variable_of_the_attention_may_change_its_route() -> None:
