@@ -28,10 +28,9 @@ Stage = Literal["prepare", "run", "collect", "over"]
 ENDED_FROM_HERE = ENDINGS[1:]
 """The actions by which the supervisor itself ends the ranks."""
 UNPREPARED = "restart-waits"
-PREPARE_AGAIN_S, READ_AGAIN_S = 1.0, 3.0
+PREPARE_AGAIN_S, READ_AGAIN_S, LONG_COLLECTING_S = 1.0, 3.0, 3.0
 COLLECT_S = 60.0
 """Once this time has passed since the end of an attempt, no further part of its records is read."""
-LONG_COLLECTING_S = 3.0
 RECORDS_OLD_S = 5.0
 """Records that were last read longer ago than this do not confirm the pulses."""
 

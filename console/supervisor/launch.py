@@ -393,10 +393,8 @@ class Launch:
             "phase": self._index, "phases": [dict(entry) for entry in self._phases],
             "between": self._spec.plan.between, "next_flags": self._next_flags.pending,
             "ended_by": self._ended_by, "is_requested": self._ended_by in self._requested,
-            "supervisor": {
-                **self._services.link.state.identity, "token": self._services.lock.token,
-                "child": rundir.identity(),
-            },
+            "supervisor": {**self._services.link.state.identity,
+                           "token": self._services.lock.token, "child": rundir.identity()},
             "live_dir": str(run.live) if run is not None and run.live else "",
             "updated_ts": time.time(),
         }, keeps_place)  # fmt: skip

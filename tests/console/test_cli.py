@@ -139,9 +139,7 @@ def test_watch_gives_the_reason_of_an_end_once(tmp_path):
     assert said[-1].endswith(" is ended: not started: second.")
 
 
-def launch_state(
-    *phases: tuple[str, str], state: str = "ended", ended_by: str = ""
-) -> LaunchState:
+def launch_state(*phases: tuple[str, str], state: str = "ended", ended_by: str = "") -> LaunchState:
     """Returns a launch; each of `phases` has the state and the result of a phase."""
     shown = tuple(
         PhaseState(i, f"p{i}", "", phase, "", result, 1, 1, None, None, f"{i}-p")
