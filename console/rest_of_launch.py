@@ -22,7 +22,6 @@ from console.supervisor import cross_check, former_documents, launch_spec, run_f
 from trainers import manifest
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError
-from trainers.failures import CheckpointError
 
 RESUME = "resume"
 """The origin of the setting `checkpoint.resume` if this module sets it."""
@@ -86,7 +85,7 @@ def start_words(phase: Mapping[str, Any]) -> str:
 
 def _is_newest(run: Path, step: int) -> bool:
     """Returns whether no checkpoint of a run is of a later step; the ranks choose by the step."""
-    with contextlib.suppress(CheckpointError):
+    with contextlib.suppress(manifest.CheckpointError):
         return all((manifest.step_of(path) or 0) <= step for path in manifest.newest_first(run))
     return False
 

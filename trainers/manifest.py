@@ -12,7 +12,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -160,19 +160,21 @@ def verify(path: Path) -> Manifest:
     return manifest
 
 
-def choose(path: Path, step: int = 0) -> tuple[Path, list[CheckpointError]]:
+def choose(
+    path: Path, step: int = 0, check: Callable[[Path], object] | None = None
+) -> tuple[Path, list[CheckpointError]]:
     """Returns two values: a verified checkpoint, and the errors of skipped checkpoints.
 
     `path` is a checkpoint or a run. For a run, returns the checkpoint of `step`, or the newest
-    verified checkpoint if `step` is 0. Raises CheckpointError, also if a checkpoint at `path` is of
-    another step.
+    verified checkpoint if `step` is 0. `check` replaces `verify`. Raises CheckpointError, also if a
+    checkpoint at `path` is of another step.
     """
     skipped: list[CheckpointError] = []
     is_one = step_of(path) is not None or (path / MANIFEST).is_file()
     for candidate in [path] if is_one else newest_first(path):
         if step in (0, step_of(candidate)):
             try:
-                verify(candidate)
+                (check or verify)(candidate)
                 return candidate, skipped
             except CheckpointError as error:
                 skipped.append(error)

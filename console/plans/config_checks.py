@@ -12,9 +12,10 @@ from pathlib import Path
 from console import access
 from console.plans import gates, gpu_checks, launch_facts, sweep
 from console.plans.case import Case, Found
+from console.plans.gate_check import RESUME
 from console.sources.rank_totals import LAST_STEPS
 from console.status_text import size
-from trainers import settings
+from trainers import manifest, settings
 from trainers.contract import data_access, drill_kinds, flags
 from trainers.contract.errors import RefusedError
 
@@ -171,6 +172,26 @@ def directory(case: Case) -> Found:
         why = "is on a read-only file system" if read_only else "is not writable"
         return "fail", f"{folder} {why}; pass another directory with --root or --run-dir"
     return "pass", str(case.directory)
+
+
+def resume(case: Case) -> Found:
+    """Checks that each phase that resumes from another run finds a checkpoint there.
+
+    The files of the checkpoint are not verified, because this would take long; the ranks do it.
+    """
+    found = []
+    for index, phase in enumerate(case.plan.phases):
+        where = case.value(index, RESUME) if case.settings[index] else ""
+        if where in ("", settings.AUTO):
+            continue
+        try:
+            path, _ = manifest.choose(
+                Path(where), case.value(index, "checkpoint.from_step"), manifest.read
+            )
+        except manifest.CheckpointError as error:
+            return "fail", f"{phase.name} cannot resume: {error}; correct {RESUME}"
+        found.append(f"{phase.name}: {path}")
+    return "pass", ", ".join(found) or "no phase resumes from another run"
 
 
 def nearest_folder(path: Path) -> Path:

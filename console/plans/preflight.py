@@ -56,7 +56,8 @@ TABLE: tuple[Row, ...] = (
     Row("cores", host_checks.cores, PROCESSES), Row("memory", host_checks.memory),
     Row("shm", host_checks.shm), Row("limits", host_checks.limits), Row("ports", host_checks.ports),
     Row("clock", host_checks.clock, DISK), Row("disk", config_checks.disk, DISK),
-    Row("directory", config_checks.directory, DISK), Row("data", config_checks.data, DATA),
+    Row("directory", config_checks.directory, DISK), Row("resume", config_checks.resume, DISK),
+    Row("data", config_checks.data, DATA),
     Row("code", host_checks.code), Row("shell", host_checks.shell),
     Row("logout", host_checks.logout), Row("hook", host_checks.hook),
 )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from console.supervisor import launcher
 from console.supervisor.next_flags import set_words
 from tests.console.sources import directory
 from tests.launches import STUB, phase
+from trainers import manifest
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError
 
@@ -30,7 +32,10 @@ def ended(folder, checkpoint="step_00000001", sets=None, **state):
     run = old.directory / "0-sanity"
     (run / rundir.CHECKPOINTS).mkdir(parents=True)
     if checkpoint:
+        found = {"format": manifest.FORMAT, "step": int(checkpoint[5:]), "tokens_total": 1,
+                 "data": {}, "files": {"x": [1, "0"]}}  # fmt: skip
         (run / rundir.CHECKPOINTS / checkpoint).mkdir()
+        rundir.write_json(run / rundir.CHECKPOINTS / checkpoint / manifest.MANIFEST, found)
         (run / rundir.CHECKPOINTS / rundir.LATEST).write_text(f"{checkpoint}\n")
     rundir.write_json(old.directory / rundir.PLAN, old.spec.as_dict(1.0))
     record = json.loads(json.dumps(dict(old.phases[0])))
@@ -190,7 +195,7 @@ def test_the_step_and_the_launch_from_which_a_phase_resumes_are_said(
     launch = ended(tmp_path, checkpoint=name, sets=sets | {"train.steps": "20"})
     folder = launch / "0-sanity" / rundir.CHECKPOINTS
     if how:
-        (folder / name).rmdir()
+        shutil.rmtree(folder / name)
     if other:
         (folder / other).mkdir()
     assert rest_of_launch.start_words(resumed(launch).phases[0]).startswith(says)

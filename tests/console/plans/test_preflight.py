@@ -21,6 +21,7 @@ from console.actions import LaunchOptions
 from console.plans import config_checks, gpu_checks, host_checks, preflight
 from console.plans.case import Case
 from tests.mounts import tmpfs
+from trainers import manifest
 from trainers.contract import rundir
 
 TINY = {"name": "one", "config": "configs/tiny_cpu.yaml", "nproc": 2}
@@ -124,6 +125,22 @@ def test_free_space_that_the_file_system_does_not_report_is_a_warning(tmp_path, 
     result, text = config_checks.disk(bare(tmp_path))
     assert (result, "(Input/output error); the launch needs 1.0 GiB" in text) == ("unknown", True)
     assert config_checks.directory(bare(tmp_path))[0] == "pass"
+
+
+def test_a_run_to_resume_that_has_no_readable_checkpoint_is_refused(tmp_path):
+    run = tmp_path / "run"
+    for where, wanted in ((tmp_path / "none", "there is none"), (__file__, "cannot list"),
+                          (run, "has no readable manifest.json")):  # fmt: skip
+        (run / "checkpoints" / "step_00000007").mkdir(parents=True, exist_ok=True)
+        result, text = row("resume", tmp_path, {"checkpoint.resume": str(where)})
+        assert (result, wanted in text) == ("fail", True), text
+    record = {"format": manifest.FORMAT, "step": 7, "tokens_total": 1, "world": 2, "data": {},
+              "report": {}, "settings": {}, "files": {"x": [1, "0"]}}  # fmt: skip
+    rundir.write_json(run / "checkpoints" / "step_00000007" / manifest.MANIFEST, record)
+    found = row("resume", tmp_path, {"checkpoint.resume": str(run)})
+    assert found == ("pass", f"one: {run / 'checkpoints' / 'step_00000007'}")
+    sets = {"checkpoint.resume": str(run), "checkpoint.from_step": "5"}
+    assert "has no verified checkpoint of step 5" in row("resume", tmp_path, sets)[1]
 
 
 @pytest.mark.parametrize("below", ["", "launch"])
