@@ -65,7 +65,8 @@ def load() -> Settings:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        if not file.exists():
+        if not os.path.lexists(file):  # a link whose target is missing is an error
+            file.exists()  # raises an error if the folder cannot be read
             return {}
         for each in (file, file.parent):
             _check_private(each)

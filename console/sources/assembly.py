@@ -67,9 +67,9 @@ class Assembly:
         self._live = None if self._moved else liveness.live_directory(supervisor)
         status = rundir.read_json(self._live / rundir.LIVE_STATUS) if self._live else None
         self._status: Record = status or {}
-        self._newest = liveness.with_newest_state(
-            supervisor, self.records.state_event, self._status, self._recorded_end()
-        )
+        others = (self.records.state_event, self._status, self._recorded_end())
+        known = [each for each in others if not liveness.is_written_soon(supervisor, each)]
+        self._newest = liveness.with_newest_state(supervisor, *known)
         behind = self.records.files.behind_bytes > 0
         self._state: State
         self._state, self._why = decide(
@@ -193,8 +193,10 @@ class Assembly:
                 add("no-supervisor", "crit", away or ORPHANED, "" if away else "R")
             if launch.doubt and launch.doubt not in known:
                 add("documents", "crit", f"the state of the launch is unknown: {launch.doubt}")
-        ended = self._has_ended and self._state != "lost"
-        if ended and self.supervisor.get("state", self._state) not in liveness.ENDED:
+        is_written = (
+            jsonl.text(self.supervisor or {"state": self._state}, "state") in liveness.ENDED
+        )
+        if self._has_ended and self._state != "lost" and not is_written:
             lack = f"{rundir.SUPERVISOR} does not contain the end of the run (no supervisor, or a "
             add(END_MISSING, "warn", f"{lack}full disk): ranks and figures may be older than it")
         if missing := self._unreadable():

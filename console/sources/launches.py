@@ -10,13 +10,12 @@ import calendar
 import contextlib
 import functools
 import re
-import shlex
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from console.sources.process import program
+from console.sources.process import command, program
 from console.sources.sanitize import clean
 from trainers.contract import environ, jsonl, rundir
 from trainers.contract.errors import NotFoundError, RefusedError, UsageError, did_you_mean
@@ -178,7 +177,7 @@ def find(name: str, root: Path = ROOT, act: bool = False) -> Path:
     if there and not matches:
         raise NotFoundError(
             f"{path} is not a run: it has no {rundir.PLAN}, no {rundir.RUN} and no heartbeat; "
-            f"{program()} --root {shlex.quote(name)} runs lists the runs in it"
+            f"{command('--root', name, 'runs')} lists the runs in it"
         )
     if not matches:
         hint = did_you_mean(wanted, {each.id for each in known})

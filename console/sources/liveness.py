@@ -31,6 +31,8 @@ STATES: frozenset[str] = frozenset(get_args(State))
 ENDED: frozenset[str] = frozenset(EXIT_CODES)
 SILENT_S = 10.0
 """A supervisor heartbeat or a sample that is older than this does not show the present."""
+WRITTEN_S = 3.0
+"""The document of a supervisor that is alive may lack an end for this time."""
 ELSEWHERE_SILENT_S = 60.0
 """A supervisor of another host is treated as alive for this time after it wrote its state.
 
@@ -125,6 +127,13 @@ def _may_have_ended(supervisor: Record) -> bool:
     if other_host(supervisor):
         return not is_supervised(supervisor)
     return not living_ranks(supervisor)
+
+
+def is_written_soon(supervisor: Record, other: Record | None) -> bool:
+    """Returns whether the supervisor is alive and about to write the end that `other` has."""
+    ts = jsonl.number(other or {}, "ts")
+    is_recent = ts is not None and time.time() - ts <= WRITTEN_S
+    return is_recent and jsonl.text(other or {}, "state") in ENDED and is_supervised(supervisor)
 
 
 def since_ts(supervisor: Record, state: State, heads: Mapping[int, LatestRecords]) -> float | None:

@@ -225,7 +225,7 @@ def test_a_phase_whose_end_is_not_in_supervisor_json_yet_has_not_ended(ended_pha
     stale = {"state": "stopping", "workers": [gone], "updated_ts": time.time() - 1}
     directory.change(run / rundir.SUPERVISOR, **stale)
     state = RunSource(run).poll()
-    assert (state.state, status_text.is_over(state, whole=False)) == ("completed", False)
+    assert (state.state, status_text.is_over(state, whole=False)) == ("stopping", False)
     directory.change(run / rundir.SUPERVISOR, state="completed")
     assert status_text.is_over(RunSource(run).poll(), whole=False)
 

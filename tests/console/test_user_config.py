@@ -59,6 +59,13 @@ def test_a_folder_that_cannot_be_read_is_an_error_that_names_the_variable(monkey
         settings_file.load()
 
 
+def test_a_link_whose_target_is_missing_is_an_error(file):
+    """Without the disk of this file, a run would silently have no hook."""
+    file.symlink_to("nowhere")
+    with pytest.raises(UsageError, match=r"cannot read .*settings\.yaml: No such file"):
+        settings_file.load()
+
+
 def test_a_hook_is_words_with_their_rate_and_levels(file):
     write(file, 'hook: [notify, "a; b", "$(c)"]\nhook_every_s: 5\nhook_levels: [warn, crit]\n')
     assert settings_file.load() == Settings(("notify", "a; b", "$(c)"), 5.0, ("warn", "crit"))

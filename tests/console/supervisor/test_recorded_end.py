@@ -86,6 +86,21 @@ def test_a_recorded_success_without_other_evidence_starts_no_phase(begin, source
     assert not (started.path / "1-two").exists()
 
 
+def test_an_end_is_not_shown_before_the_supervisor_that_is_alive_has_written_it(tmp_path):
+    """Otherwise the gates of a run that ends normally are missing for a moment."""
+    run = directory.run(tmp_path / "0-first", updated_ts=time.time() - 60)
+    dead = [{"rank": 0, "local_rank": 0, **directory.DEAD, "exit": None}]
+    change(run / rundir.SUPERVISOR, workers=dead, **rundir.identity())
+    directory.event(run, "state", attempt=1, state="completed", why="done")
+    directory.beat(run, 0, 8, pid=directory.DEAD["pid"], dropped_records=0)
+    state = RunSource(run).poll()
+    assert (state.state, "end-missing" in {each.id for each in state.alerts}) == ("running", False)
+    directory.event(run, "state", attempt=1, state="completed", why="done", ts=time.time() - 4)
+    change(run / rundir.SUPERVISOR, state={})
+    state = RunSource(run).poll()
+    assert (state.state, "end-missing" in {each.id for each in state.alerts}) == ("completed", True)
+
+
 def test_a_reader_says_that_the_document_lacks_the_end(tmp_path):
     """The ranks and the figures may then be older than the end."""
     run = directory.run(tmp_path / "0-first", updated_ts=time.time() - 60)
