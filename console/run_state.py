@@ -18,6 +18,8 @@ from console.status_text import rank_names
 
 LAST_STEP = "done"
 """The reason of a rank that completed all its steps."""
+AGREED = "agreed"
+"""The reason of a rank that halts only because another rank does."""
 TOGETHER_S = 0.5
 """Ranks killed within this time were killed together. torchrun waits longer before it kills."""
 
@@ -73,8 +75,8 @@ class Facts:
     order: Sequence[int] = ()
     """Ranks in the order of their ends."""
     halt_steps: Mapping[int, int] = field(default_factory=dict)
-    reason: str = ""
-    """The reason in the halt or exit records of the ranks."""
+    reasons: Mapping[int, str] = field(default_factory=dict)
+    """The reason in the halt or exit records of each rank that recorded one."""
     has_exit_records: bool = True
     """True if no exit record was lost: each was read, or the program writes no exit records."""
     torchrun_signal: str = ""
@@ -101,9 +103,16 @@ class Facts:
         return self.requested == "halt" or self.halt_file
 
     @property
+    def reason(self) -> str:
+        """The first reason of a rank, if possible not `AGREED`, or "" if no rank recorded one."""
+        return min(self.reasons.values(), key=AGREED.__eq__, default="")
+
+    @property
     def ranks_reason(self) -> str:
-        """The reason that the ranks recorded, as a quotation, or "" if there is none."""
-        return f'reason: "{self.reason}"' if self.reason else ""
+        """The reason as a quotation, and its ranks if others recorded another, or ""."""
+        own = [rank for rank, reason in self.reasons.items() if reason == self.reason]
+        where = f" at {rank_names(own)}" if len(own) < len(self.reasons) else ""
+        return f'reason: "{self.reason}"{where}' if self.reason else ""
 
     @property
     def succeeded(self) -> bool:

@@ -72,6 +72,8 @@ class RankEvidence:
     """Why the pulse or the records are ignored, as a key of `DOUBTS`, or "" if they are used."""
     nonfinite_steps: int = -1
     """Number of steps with a non-finite loss according to the pulse, or -1 if not known."""
+    records: int = 0
+    """Number of the newest record that the rank queued according to the pulse, 0 without one."""
     start_ticks: int | None = None
     """The start time of the process (clock ticks), which shows whether the pid was reused."""
 

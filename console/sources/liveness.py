@@ -178,7 +178,7 @@ def facts(
         over=over and jsonl.text(supervisor, "state") != "restarting", ends=ends,
         halt_steps={rank: head.halt for rank, head in heads.items() if head.halt is not None},
         world=len(ends), step=max((end.step for end in ends), default=0),
-        reason=clean(next((head.reason for head in heads.values() if head.reason), ""), 80),
+        reasons={rank: clean(head.reason, 80) for rank, head in heads.items() if head.reason},
     )  # fmt: skip
 
 

@@ -213,6 +213,9 @@ def newest_step(supervisor: Record, ranks: tuple[Rank, ...], records: RunRecords
     steps = [rank.pulse.step if rank.pulse else None for rank in ranks]
     steps += [head.last["step"] for head in records.heads.values()]
     steps.append(jsonl.integer(supervisor, "steps"))
+    # The last records of a rank may be lost; its last pulse then still has its last step.
+    ends = (e for e in jsonl.entries(supervisor, "ends") if e.get("attempt") == records.attempt)
+    steps += [jsonl.integer(end, "step") for end in ends]
     return max((each for each in steps if each is not None), default=None)
 
 

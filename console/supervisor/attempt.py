@@ -377,7 +377,7 @@ class Attempt:
             order=tuple(tree.order), ends=self._ends.so_far(), step=self.step,
             halting_ranks=sum(seen.phase == "halt" for seen in self._sampler.evidence),
             halt_steps={rank: h.halt for rank, h in heads.items() if h.halt is not None},
-            reason=next((head.reason for head in heads.values() if head.reason), ""),
+            reasons={rank: head.reason for rank, head in heads.items() if head.reason},
             has_exit_records=all(ends) or not (heads or self.known.failure),
             verdict=verdict.sentence if verdict else "",
         )  # fmt: skip

@@ -24,8 +24,8 @@ from console.model import Gpu, Verdict
 from console.plans import gates
 from console.sources import process
 from console.sources.pace import Progress
-from console.sources.reducer import LatestRecords
-from console.status_text import gate_line, stop_cost
+from console.sources.reducer import NO_RECORDS, LatestRecords
+from console.status_text import gate_line, rank_names, stop_cost
 from console.supervisor.alerts import GATE_ALERT
 from console.supervisor.context import AttemptOwner, RunContext
 from console.supervisor.evidence import Collector
@@ -42,6 +42,8 @@ MAX_DOCUMENTS = 20
 ends, the newest verdict replaces the content of the last file."""
 PULSE, DOUBTFUL_POLLS = "pulse", 3
 """The alert on doubtful pulses, and the number of polls in a row after which it is raised."""
+UNWRITTEN, UNWRITTEN_S = "records", 30.0
+"""The alert on records that are queued and not read, and the time after which it is raised."""
 
 
 class Monitor:
@@ -70,6 +72,8 @@ class Monitor:
         self._changed: tuple[tuple[object, ...], float] | None = None
         """Parts of a newer verdict that differs from `verdict`, and the time of its evidence."""
         self._doubtful_polls = 0
+        self._queued: dict[int, tuple[int, float]] = {}
+        """A record of each rank, by its number, and the time since when it was seen queued."""
         self._late = late
         self._first_positions: dict[int, tuple[int, int, int]] = {}
         """The position of each pulse when it was first seen."""
@@ -116,6 +120,7 @@ class Monitor:
         self._ending, unchanged = ending, self._unchanged(seen)
         if seen or ending:
             self._diagnose(seen, halting)
+        self._check_records(() if unread else seen)
         self._context.observers.run("gates", self._evaluate_gates, None)
         found = readings(
             self._heads(), seen, now.rss_mib, now.gpus, now.disk, csv=now.csv,
@@ -134,7 +139,7 @@ class Monitor:
         why = "the watch rules are not evaluated"
         self.close(why)
         self._evidence.clear()
-        for alert in (HALT_PENDING, PULSE):
+        for alert in (HALT_PENDING, PULSE, UNWRITTEN):
             self._alerts.clear(alert, why)
 
     def is_raised(self, rule: str) -> bool:
@@ -208,6 +213,27 @@ class Monitor:
             self._alerts.raise_(PULSE, text, "crit")
         elif not doubtful:
             self._alerts.clear(PULSE, "no pulse is in doubt")
+
+    def _check_records(self, seen: Sequence[RankEvidence]) -> None:
+        """Raises an alert if a rank queues records that are not read for `UNWRITTEN_S`.
+
+        `seen` is empty while not all records of the ranks have been read.
+        """
+        now, heads, late, are_read = time.monotonic(), self._heads(), dict[int, str](), bool(seen)
+        before, self._queued = self._queued, {}
+        for rank, newest in ((each.rank, each.records) for each in seen):
+            read = jsonl.integer(heads.get(rank, NO_RECORDS).last, "n") or 0
+            queued, since = before.get(rank, (newest, now))
+            are_read = are_read and rank in before and queued <= read
+            self._queued[rank] = (newest, now) if queued <= read else (queued, since)
+            if read < queued < newest and now - since >= UNWRITTEN_S:
+                late[rank] = f"newest record read {read}, newest queued {newest}"
+        if late:
+            (rank, numbers), check = next(iter(late.items())), "the disk, its quota and ulimit -f"
+            text = f"records of {rank_names(late)} are lost or delayed (rank {rank}: {numbers})"
+            self._alerts.raise_(UNWRITTEN, f"{text}: gates may be unknown; check {check}")
+        elif are_read:
+            self._alerts.clear(UNWRITTEN, "the newest records of all ranks are read again")
 
     def _unchanged(self, seen: Sequence[RankEvidence]) -> str:
         """Names a rank whose pulse has not changed since this supervisor started, or returns "".

@@ -101,6 +101,6 @@ class Sampler:
         seen = RankEvidence(
             worker.rank, pid, state, found.step, found.phase, min(since_s, age_s),
             found.collectives, code=worker.code, nonfinite_steps=found.nonfinite_steps,
-            start_ticks=worker.handle.start_ticks,
+            records=found.records, start_ticks=worker.handle.start_ticks,
         )  # fmt: skip
         return row, with_records(seen, head, attempt)

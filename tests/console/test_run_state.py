@@ -61,7 +61,7 @@ def test_a_stalled_run_shows_its_pending_halt():
     ("facts", "state", "why"),
     [
         ({"torchrun_code": 0, "ends": GOOD, "step": 9}, "completed", "all ranks done after step 9"),
-        ({"torchrun_code": 0, "ends": GOOD, "step": 9, "reason": "done"}, "completed",
+        ({"torchrun_code": 0, "ends": GOOD, "step": 9, "reasons": {0: "done"}}, "completed",
          "all ranks done after step 9"),
         ({"torchrun_code": 0, "requested": "halt", "by": "ada", "halt_steps": HALTED}, "halted",
          "all 2 ranks halted at step 41, requested by ada"),
@@ -134,7 +134,7 @@ def test_the_reason_of_many_scattered_ranks_is_not_cut_by_its_readers():
 def test_a_run_that_needed_fewer_steps_than_planned_gives_the_reason():
     recorded = Recorded()
     recorded.take({"rank": 0, "msg": "exit", "step": 95, "reason": "bytes_right reached"})
-    why = over(torchrun_code=0, step=95, reason=recorded.heads[0].reason)[1]
+    why = over(torchrun_code=0, step=95, reasons={0: recorded.heads[0].reason})[1]
     assert why == 'all ranks done after step 95; reason: "bytes_right reached"'
 
 

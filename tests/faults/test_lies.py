@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -18,6 +19,7 @@ from console.commands.watchdog import make_watchdog
 from console.sources import process
 from console.sources.run import RunSource
 from console.supervisor import offline
+from tests import broken
 from tests.console.sources import directory
 from tests.faults.conftest import WATCH
 from tests.faults.scene import all_run, console, order, plant_kill, sentence_of, state_of, status
@@ -78,6 +80,27 @@ def test_a_pulse_that_stands_still_while_records_show_steps_restarts_nothing(sce
     assert words.startswith("rank 1 records later steps than its pulse shows")
     scene.goes_on(started, pids, ACTED_S)
     started.wait_state("running")
+
+
+@pytest.mark.fault("h", "records of a rank that are lost")
+def test_records_of_a_rank_that_are_lost_raise_one_alert_until_they_are_read_again(
+    scene, launch, orders, tmp_path
+):
+    setup = "from console.supervisor import monitor; monitor.UNWRITTEN_S = 3.0"
+    started = launch(shell=broken.shell(tmp_path, "launch.Launch.tick", "pass", setup))
+    pids = started.pids()
+    words = scene.inject(started, lambda: order(orders, 1, "limit 1024"), sentence_of("records"))
+    found = re.fullmatch(
+        r"records of rank 1 are lost or delayed \(rank 1: newest record read (\d+), newest queued "
+        r"(\d+)\): gates may be unknown; check the disk, its quota and ulimit -f", words,
+    )  # fmt: skip
+    assert found is not None, words
+    assert 0 < int(found[1]) < int(found[2])
+    order(orders, 1, "limit -1")
+    started.wait(lambda: len(started.alerts("records")) == 2)
+    raised, cleared = started.alerts("records")
+    assert (raised["kind"], raised["level"], cleared["kind"]) == ("alert", "warn", "clear")
+    scene.goes_on(started, pids)
 
 
 @decision("act-on-figure", "lie")

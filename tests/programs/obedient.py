@@ -7,6 +7,7 @@ reads and removes the file `FOLDER/rank{R}`, and executes the order in this file
 import ctypes
 import json
 import os
+import resource
 import signal
 import struct
 import subprocess
@@ -71,6 +72,11 @@ def overwrite_environment(_: str) -> None:
     ctypes.memset(begin, 0, end - begin)
 
 
+def limit_files(size_bytes: str) -> None:
+    """Limits the size of the files that this rank writes, as `ulimit -f` does; -1 is no limit."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(size_bytes), -1))
+
+
 def mute(_: str) -> None:
     """Stops writing the pulse."""
     run.pulse._write = lambda now: None
@@ -95,7 +101,7 @@ ORDERS = {
     "gil": hold_the_gil, "raise": fail, "exit": lambda code: sys.exit(int(code)),
     "abort": lambda _: os.abort(), "segv": lambda _: ctypes.string_at(0),
     "deaf": lambda _: signal.signal(signal.SIGTERM, signal.SIG_IGN), "clock": shift_the_clock,
-    "half": die_in_a_line, "write": write_through,
+    "half": die_in_a_line, "write": write_through, "limit": limit_files,
 }  # fmt: skip
 
 

@@ -243,6 +243,13 @@ def test_the_last_record_counts_where_a_sample_is_older(launch, run):
     assert state.ranks[0].exit == "exited (code 0)"
 
 
+def test_the_last_step_counts_although_its_record_was_lost(launch, run):
+    directory.beat(run, 0, 9)
+    ends = [{"attempt": attempt, "rank": 0, "step": step} for attempt, step in ((1, 70), (2, 20))]
+    directory.run(run, state="completed", attempt=2, ends=ends)
+    assert RunSource(launch).poll().step == 20
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [

@@ -11,7 +11,7 @@ from console.diagnose.evidence import Evidence
 from console.diagnose.rank_evidence import RankEvidence
 from console.model import Verdict
 from console.plan import Phase, Watch
-from console.sources.reducer import Reducer
+from console.sources.reducer import LatestRecords, Reducer
 from console.sources.series import Series
 from console.sources.summary import Summary
 from console.supervisor import monitor
@@ -36,7 +36,7 @@ def clock(monkeypatch):
 class Stage:
     """A monitor of two ranks, and the events that the monitor writes."""
 
-    def __init__(self, path, settings=None, late=False, actions=None):
+    def __init__(self, path, settings=None, late=False, actions=None, heads=dict):
         self.events, self.directory, self.path = [], Directory(), path / "run"
         (self.path / rundir.VERDICTS).mkdir(parents=True)
         self.context = SimpleNamespace(
@@ -49,7 +49,7 @@ class Stage:
             services=SimpleNamespace(directory=self.directory),
         )  # fmt: skip
         run = SimpleNamespace(event=self.event, publish=lambda: None, settings=settings or {})
-        self.dog = Monitor(self.context, run, dict, late)
+        self.dog = Monitor(self.context, run, heads, late)
 
     def event(self, kind, text, level="info", **more):
         self.events.append((kind, level, text))
@@ -88,6 +88,33 @@ def test_who_comes_late_acts_on_no_pulse_that_it_has_not_seen_change(tmp_path, c
     assert len(unseen) == late
     assert actions(2000, step=51) == ["restart"]
     stage.directory.close()
+
+
+@pytest.mark.parametrize(
+    ("queued", "read", "unread", "alerts"),
+    [
+        (lambda s: s, lambda s: min(s, 10), "", 1),
+        (lambda s: s, lambda s: 0, "", 1),
+        (lambda s: s, lambda s: min(s, 10) if s < 70 else s - 1, "", 2),
+        (lambda s: 10 * s, lambda s: 10 * (s - 2), "", 0),
+        (lambda s: s // 50 * 1000, lambda s: (s - 1) // 50 * 1000, "", 0),
+        (lambda s: 6, lambda s: 5, "", 0),  # a rank that is stopped or holds the GIL
+        (lambda s: s, lambda s: min(s, 10), "not all records have been read", 0),
+        (lambda s: 0, lambda s: 0, "", 0),  # a program without a pulse
+    ],
+)
+def test_records_are_late_only_if_a_rank_queues_more_and_none_is_read(
+    tmp_path, clock, queued, read, unread, alerts
+):
+    heads, start = {0: LatestRecords()}, clock.at
+    stage = Stage(tmp_path, heads=lambda: heads)
+    for second in range(1, 100):
+        clock.at, heads[0].last = start + second, {"n": max(0, read(second)), "ts": 1.0}
+        seen = [RankEvidence(0, -1, "S", second, "forward", 0.1, records=queued(second))]
+        stage.dog.poll(SAMPLE, seen, "", halting=False, unread=unread)
+    stage.directory.close()
+    found = [event for event in stage.events if "newest record" in event[2]]
+    assert [kind for kind, *_ in found] == ["alert", "clear"][:alerts], stage.events
 
 
 @pytest.mark.parametrize(

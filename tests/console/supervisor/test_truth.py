@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
@@ -63,6 +64,18 @@ def test_a_signal_to_torchrun_halts_members_and_is_named(begin, number, program)
     assert ended["why"].endswith(f"({number.name} to torchrun)")
     assert not any(e["kind"] == "alert" for e in started.events(0))
     assert [rank.exit for rank in look(started).ranks] == ["exited (code 0)"] * 2
+
+
+def test_a_signal_to_one_rank_halts_all_and_is_named_with_its_rank(begin):
+    started = begin(phase("one", "member.py", 100_000))
+    started.wait_steps(2)
+    os.kill(started.pids()[1], signal.SIGTERM)
+    why = started.wait_end()["why"]
+    assert re.fullmatch(
+        r'one: all 2 ranks halted at step \d+ \(reason: "SIGTERM" at rank 1\)', why
+    ), why
+    (started.run() / rundir.SUPERVISOR).unlink()
+    assert look(started).why in why
 
 
 def test_a_signal_to_torchrun_stops_a_program_that_knows_nothing_of_us(begin, tmp_path):
