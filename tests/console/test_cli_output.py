@@ -197,7 +197,7 @@ def test_watching_ends_with_the_launch_though_its_run_cannot_be_read(tmp_path, w
     change = {"state": "ended"} if state == "ended" else {"supervisor": directory.DEAD}
     directory.change(path / rundir.PLAN_STATE, **change)
     done = run_cli(tmp_path, "watch", str(path), *words)
-    assert done.returncode == (4 if state == "ended" else 5)
+    assert done.returncode == (1 if state == "ended" else 5)
 
 
 def test_a_phase_has_ended_before_the_next_one_starts(tmp_path):
