@@ -43,7 +43,8 @@ def screen(options: argparse.Namespace) -> int:
     app.feed.stop()
     for each in app.pending:
         if each.later:
-            output.print_error(each.later)
+            for sentence in each.later.splitlines():
+                output.print_error(sentence)
     return FAILED if app.return_code else 0
 
 

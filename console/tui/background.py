@@ -43,7 +43,8 @@ class Screen(Protocol):
 class Pending:
     """An action that has no result yet. `since` is a monotonic time.
 
-    `later` says what becomes of the action if the screen ends now; it is "" if this needs no word.
+    `later` says in one or more lines what becomes of the action if the screen ends now; it is "" if
+    this needs no word.
     """
 
     label: str

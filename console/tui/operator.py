@@ -185,5 +185,5 @@ class Operator:
         work, runs = partial(self._work.launch, options), command("--root", options.root, "runs")
         dry = ("check", options.plan) if options.plan else ("resume", options.resume, "--dry-run")
         later = f"the launch of {what} continues; {runs} lists it, unless its preflight fails"
-        later += f"; {command(*dry)} shows why"
+        later += f"\nif it fails, {command(*dry)} shows why"
         run_in_background(screen, "launch", work, launched, about=what, later=later)

@@ -170,7 +170,7 @@ def test_a_confirmed_launch_outlives_the_screen(tmp_path, begin, ends):
             terminal.leave()
             told = f"the launch of {plan} continues; {sys.executable} -m console --root {root} runs"
             why = f"{sys.executable} -m console check {plan}"
-            told = f"{told} lists it, unless its preflight fails; {why}"
+            told = f"{told} lists it, unless its preflight fails nsa-console: if it fails, {why}"
             # A long path makes the line wider than the terminal.
             assert "".join(told.split()) in "".join(terminal.text.split())
         else:
