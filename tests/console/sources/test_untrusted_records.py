@@ -17,6 +17,7 @@ from console.tui import feed
 from tests.console.sources import directory
 from trainers.contract import rundir
 from trainers.contract.errors import RefusedError
+from trainers.contract.pulse import PulseWriter
 
 
 @pytest.fixture
@@ -53,6 +54,18 @@ def test_records_of_the_next_attempt_count_once_supervisor_json_names_it(launch)
     assert (state.attempt, state.step) == (2, 7)
     assert state.figures["loss"].value == 2.0
     assert RunSource(launch).poll().step == 7, "a new reader shows the same step"
+
+
+def test_a_pulse_with_an_earlier_step_than_the_records_is_not_shown(launch, run, shared_memory):
+    """A copy may have replaced the file; the supervisor's sample is of the true pulse."""
+    PulseWriter(rundir.pulse(shared_memory, 0), 0).set(42, "forward")
+    directory.run(run, live_dir=str(shared_memory))
+    sampled = {"step": 377, "phase": "backward", "since_s": 0.1}
+    directory.sample(run, ranks=[{"rank": 0, "state": "S", "pulse": sampled}])
+    source = RunSource(launch)
+    for msg, step, shown in (("resume", 99, 42), ("progress", 42, 42), ("progress", 376, 377)):
+        directory.beat(run, 0, step, msg)
+        assert source.poll().ranks[0].pulse.step == shown
 
 
 def test_without_a_supervisor_two_records_start_an_attempt(bare):
