@@ -355,7 +355,7 @@ class Stall(Scrolls, View):
         """Opens an overlay with the whole verdict and all its evidence."""
         if (shown := self.snapshot) is not None:
             panels = [self.query_one(name, Panel) for name in ("#verdict", "#evidence")]
-            self.console.open_overlay(Reader("stall", lambda width: [
+            self.console.open_overlay(Reader(f"stall, as of {clock(shown.now)}", lambda width: [
                 row for panel in panels for row in panel.rows(shown, width, WHOLE)
             ]))  # fmt: skip
 
