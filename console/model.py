@@ -177,6 +177,12 @@ class Verdict:
     """The end of the stall as a sentence, or "" if it is not known."""
     end_ts: float | None = None
 
+    def of_past(self) -> Verdict:
+        """Returns the verdict without the command of its next step: pids may be reused by now."""
+        command = self.action.partition("; ")[0]
+        sentence = self.sentence.replace(f"; {command}", "") if command else self.sentence
+        return replace(self, sentence=sentence, action="")
+
     def signs(self) -> list[tuple[str, str]]:
         """Returns the lines of `evidence` (mark +), `against` (mark -) and `missing` (mark ?)."""
         marked = {"+": self.evidence, "-": self.against, "?": self.missing}

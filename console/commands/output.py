@@ -186,10 +186,14 @@ def _phases_ended(phases: Sequence[PhaseState]) -> Iterator[tuple[str, object, s
 
 
 def _figures(state: RunState) -> str:
+    """Returns the newest figures; names their step if the ranks are at another step by now."""
     shown = ("loss", "toks_per_s", "grad_norm", "bytes_right")
     found = [(name, state.figures[name]) for name in shown if name in state.figures]
     units = {"": "", "share": ""}
-    return "".join(
-        f", {name} {status_text.number(each.value)}{units.get(each.unit, f' {each.unit}')}"
+    windows = (each.window for _, each in found)
+    at = next((window for window in windows if window.startswith("step ")), "")
+    intro = f"; at {at}: " if at not in ("", f"step {state.step}") else ", " * bool(found)
+    return intro + ", ".join(
+        f"{name} {status_text.number(each.value)}{units.get(each.unit, f' {each.unit}')}"
         for name, each in found
     )

@@ -179,7 +179,9 @@ def _so_far(state: RunState) -> str:
     """Returns the state of a live run, and how many gates have passed, failed and are unknown."""
     counts = Counter(gate.result for gate in state.gates)
     words = [f"{counts[result]} {status_text.RESULT_WORDS[result]}" for result in reversed(RESULTS)]
-    gates = f"gates so far: {', '.join(words)}" if state.gates else "it has no gates"
+    has_gates = state.own_phase is not None and state.own_phase.has_gates
+    none = "no gate has been evaluated yet" if has_gates else "it has no gates"
+    gates = f"gates so far: {', '.join(words)}" if state.gates else none
     why = f": {state.why}" if state.state in UNHEALTHY_STATES else ""
     return f"no go yet; {state.id} is {state.state}{why}; {gates}"
 

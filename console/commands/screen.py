@@ -23,7 +23,8 @@ def screen(options: argparse.Namespace) -> int:
     The garbage collector is off until the first picture, because startup creates little garbage.
     """
     if not output.is_terminal():
-        raise UsageError(f"the screen needs a terminal; use a subcommand ({program()} --help)")
+        use = "add --plain" if options.run else f"use a subcommand ({program()} --help)"
+        raise UsageError(f"the screen needs a terminal; {use}")
     path = launches.find(options.run, options.root) if options.run else None
     from console.tui.terminal import detect
 

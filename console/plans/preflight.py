@@ -144,8 +144,8 @@ def measure(case: Case, refused: bool, said: Callable[[str], None] | None) -> tu
         for phase, held in zip(case.plan.phases, case.settings, strict=True) if held
     }  # fmt: skip
     reasons = (
-        (not case.measure, "use check PLAN --measure"), (case.assumed, "the GPUs are assumed"),
-        (refused, "another check failed"), (not phases, "all programs are foreign"),
+        (not phases, "all programs are foreign"), (case.assumed, "the GPUs are assumed"),
+        (not case.measure, "use check PLAN --measure"), (refused, "another check failed"),
     )  # fmt: skip
     if why := next((text for applies, text in reasons if applies), ""):
         text = f"{', '.join(MEASURED)} are not measured: {why}"

@@ -20,7 +20,7 @@ from console.model import LIVE_STATES, OPERATOR, RESULTS, LaunchState, RunState
 from console.plans import gates, sweep
 from console.plans.gate_check import poll_confirmed, so_far
 from console.sources import launches
-from console.sources.rank_totals import FIGURES
+from console.sources.rank_totals import FIGURES, LAST_STEPS
 from console.sources.record_files import read_end
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
@@ -335,7 +335,10 @@ def _not_measured(phases: Sequence[Phase]) -> Iterator[str]:
     for each in phases:
         rows += [(each.name, f"gate {gate.name}", gate.why) for gate in each.state.gates
                  if gate.result == "unknown"]  # fmt: skip
-        if lacking := [name for name in FIGURES if each.figures[name] is None]:
+        # A record may have a figure of the same name, but of another window.
+        if lacking := [f"{name} ({window.format(steps=LAST_STEPS)})"
+                       for name, (_, window, _) in FIGURES.items()
+                       if each.figures[name] is None]:  # fmt: skip
             rows.append(
                 (each.name, ", ".join(lacking), "no value recorded, or records are missing")
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +125,9 @@ class Assembly:
         )  # fmt: skip
 
     def _verdict(self) -> Verdict | None:
-        """Returns the verdict, without its next step if the run has ended: pids may be reused."""
+        """Returns the verdict, without its next step if the run has ended."""
         found = json_documents.verdict(self._newest)
-        return replace(found, action="") if found and self._has_ended else found
+        return found.of_past() if found and self._has_ended else found
 
     @property
     def _id(self) -> str:

@@ -274,7 +274,7 @@ def _poll(source: OfflineRun) -> Diagnosis | Readings:
     if source.over or state.state in liveness.ENDED:  # the launch of an ended run may continue
         over = source.over or _end_words(state)
         last = (verdicts.newest(run) if run else None) or state.verdict
-        last = last and replace(last, action="")  # its pids may belong to other processes by now
+        last = last and last.of_past()
         why = over if last else f"{over}; no verdict is recorded"
         code = source.exit_code
         return Diagnosis("ended", state, why, last, "last verdict of the run", (), (), code, run)

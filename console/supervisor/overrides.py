@@ -46,8 +46,10 @@ def _index(names: Sequence[str], name: str, what: str) -> int:
     return names.index(name)
 
 
-def _check(found: Sequence[Gate], name: str) -> None:
+def _check(found: Sequence[Gate], name: str, planned: Sequence[Gate] = ()) -> None:
     """Raises RefusedError unless a gate failed or is unknown, and has no override yet."""
+    if name in {each.name for each in planned} - {each.name for each in found}:
+        raise RefusedError(f"the gate {name} has no result yet; {NOTHING}")
     gate = found[_index([each.name for each in found], name, "result of a gate")]
     if not gate.blocks:
         why = f"is overridden already: {gate.override}" if gate.override else "passed"
@@ -66,7 +68,8 @@ def apply(
             raise RefusedError(f"{args['phase']} is not the phase that runs; {NOTHING}")
         so_far = gates.so_far(run.summary, run.phase.gates)
         failed = [each for each in so_far if each.result == "fail" and "@" not in each.name]
-        _check([*gates.reached(run.summary, run.phase.gates), *failed], args["gate"])
+        found = [*gates.reached(run.summary, run.phase.gates), *failed]
+        _check(found, args["gate"], so_far)
     except RefusedError as error:
         return False, str(error), []
     text, keys = _facts(args)
@@ -136,8 +139,10 @@ def _apply(launch: Path, args: Mapping[str, Any], by: str) -> str:
     rundir.write_json(launch / rundir.PLAN_STATE, plan_state)
     rundir.write_json(run / rundir.GATES, document | changed)
     name = f"{time.time_ns() // 1_000_000}-{os.urandom(4).hex()}"
-    left = status_text.not_passed(now)
-    answer = f"{text}; {left or 'the phase has passed, and resume starts the next one'}"
+    left = status_text.not_passed(now) or "the phase has passed"
+    if entry["result"] == "pass" and entry is not jsonl.entries(plan_state, "phases")[-1]:
+        left += ", and resume starts the next one"
+    answer = f"{text}; {left}"
     _append(launch, event_record(1, "answer", answer, request=name, action="override", ok=True,
                                  detail=[], asked_by=by))  # fmt: skip
     return name

@@ -144,6 +144,8 @@ def _of_stop(state: RunState) -> dict[str, str]:
     lost = lost_steps(state.step or 0, state.saved_step, bool(state.decided))
     if not (lost or state.decided):
         lost = "all steps that the program has not saved itself"
+    elif lost and state.decided and state.state != "stalled":
+        lost = f"Kill: {lost}; Stop: none, if all ranks save within the grace time"
     return ({"loses": lost} if lost else {}) | _last_checkpoint(state)
 
 

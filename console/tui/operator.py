@@ -70,6 +70,8 @@ class Operator:
 
     def __init__(self, screen: Console, work: Any = background):
         self._screen, self._work = screen, work
+        self._wanted: Any = None
+        """The options of a launch that was requested before their check ended, or None."""
 
     @property
     def _state(self) -> RunState | None:
@@ -133,6 +135,9 @@ class Operator:
                 return
             draft.take(options, prepared, trouble)
             screen.repaint_view()
+            wanted, self._wanted = self._wanted, None
+            if wanted == options and screen.view_name == "launch":
+                screen.run_worker(self.do_launch())
 
         work = partial(self._work.prepare, options)
         run_in_background(screen, "check", work, ended, partial(ended, None), options.plan)
@@ -148,7 +153,10 @@ class Operator:
         return held is not None
 
     async def do_launch(self) -> None:
-        """Asks whether to start the next phase of a launch in progress, or else the draft."""
+        """Asks whether to start the next phase of a launch in progress, or else the draft.
+
+        The question about the draft follows its check.
+        """
         screen, state = self._screen, self._state
         if self._is_starting():
             return
@@ -158,6 +166,11 @@ class Operator:
             return
         if screen.view_name != "launch":
             await screen.show_view("launch")
+        if not screen.draft.is_checked:
+            self._wanted = screen.draft.options()
+            self.prepare()
+            screen.say("the plan is still being checked; the question follows", "wait")
+            return
         options, prepared = screen.draft.checked, screen.draft.prepared
         self.ask(
             lambda _: screen.draft.question(rundir.host_name(), state),

@@ -146,6 +146,13 @@ def test_a_live_run_without_gates_is_no_go_yet(launch, capsys):
     assert (code, out) == (1, "no go yet; toy/0-first is starting; it has no gates\n")
 
 
+def test_the_gates_of_a_run_that_has_not_started_are_not_evaluated_yet(launch, capsys):
+    directory.change(launch / rundir.PLAN, phases=[{"name": "first", "gates": {"steps_done": 9}}])
+    with directory.owned(launch):
+        code, out, _ = said(capsys, "check", launch)
+    assert (code, out.endswith("; no gate has been evaluated yet\n")) == (1, True), out
+
+
 def test_runs_of_a_folder_that_is_not_there_are_not_none(tmp_path, capsys):
     code, _, err = said(capsys, "--root", tmp_path / "nowhere", "runs")
     assert (code, f"there is no directory {tmp_path / 'nowhere'}" in err) == (3, True)

@@ -14,7 +14,7 @@ import yaml
 
 from console import actions, cli
 from console.commands.output import Changes, OutputError
-from console.model import Alert, RunState
+from console.model import Alert, Figure, RunState
 from console.sources.run import RunSource
 from console.status_text import quoted
 from tests.console.sources import directory
@@ -231,6 +231,13 @@ def test_an_alert_is_told_once_and_again_only_after_it_was_no_longer_open():
         ["CRIT: stalled.", "The alert supervisor-silent is no longer open."],
         ["CRIT: 9 s.", "The alert stall is no longer open."],
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("step", "end"), [(4, " 4, loss 4.069"), (5, " 5; at step 4: loss 4.069")])
+def test_a_loss_of_an_earlier_step_has_its_step(step, end):
+    figures = {"loss": Figure(4.069, "", "step 4", 1.0), "toks_per_s": Figure(9.0, "", "", 1.0)}
+    state = RunState("x", "/x", "running", "", step=step, figures=figures)
+    assert list(Changes().sentences(state, 10.0))[-1] == f"step{end}, toks_per_s 9."
 
 
 # --- halt without a supervisor, and in a directory that cannot be written ----------------------

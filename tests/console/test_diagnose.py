@@ -240,16 +240,22 @@ def test_the_cost_of_a_stop_counts_the_checkpoint_from_which_the_run_resumed(tmp
 
 @pytest.mark.parametrize("state", ["halted", "crashed"])
 def test_an_ended_run_has_its_last_verdict_as_the_past_and_no_advice_on_processes(tmp_path, state):
-    launch = resumed(tmp_path, state, verdict=VERDICT | {"ts": time.time()})
+    command = "kill -CONT 4242 resumes it"
+    sentence = f"{VERDICT['sentence']}: it is stopped; {command}; rank 0 waits"
+    verdict = VERDICT | {"ts": time.time(), "sentence": sentence}
+    launch = resumed(tmp_path, state, verdict=verdict)
     why = "stopped: 9 s in forward on rank 1: the ranks step again"
     run = launch / "0-first"
     (run / rundir.VERDICTS).mkdir()
-    ended = VERDICT | {"end": why, "end_ts": time.time()}
+    ended = verdict | {"end": why, "end_ts": time.time()}
     directory.document(run / rundir.VERDICTS / "1.json", ended)
     directory.change(launch / rundir.PLAN_STATE, state="ended", why="over")
-    for command in ("diagnose", "status"):
-        done = cli(tmp_path, command, str(launch))
-        assert "kill -CONT" not in done.stdout, done.stdout
+    for words in (["diagnose"], ["diagnose", "--json"], ["status", "--json"]):
+        assert command not in cli(tmp_path, *words, str(launch)).stdout
+    for name in ("diagnose", "status"):
+        done = cli(tmp_path, name, str(launch))
+        assert command not in done.stdout, done.stdout
+        assert "it is stopped; rank 0 waits" in done.stdout
         assert "next:" not in done.stdout
         assert "a stop costs" not in done.stdout
         assert re.search(rf"  to resume, run: \S+.* resume {launch}\n", done.stdout)

@@ -109,6 +109,15 @@ def test_figures_of_an_ended_run_say_when_and_up_to_which_step_they_were_measure
     assert re.search(r"tokens_total +16,000 tokens +up to step 20, \d+s ago", out)
 
 
+def test_a_figure_that_was_not_measured_differs_from_the_figure_of_a_record(launch, capsys):
+    directory.run(launch / "0-first", 1)
+    directory.beat(launch / "0-first", 0, 1, toks_per_s=400.0)
+    report = json.loads(said(capsys, "report", launch, "--json")[1])["report"]
+    figures, _, lacking = report.partition("## Figures")[2].partition("## Not measured")
+    assert "| 0-first | toks_per_s | 400 | tok/s | last 1 step | 0-first, record" in figures
+    assert ", toks_per_s (last 50 steps, tokens divided by time), " in lacking
+
+
 def test_a_report_names_the_flag_that_a_request_changed(launch, capsys):
     flags = {"NSA_LR": {"value": "0.0005", "origin": "operator ann@host"},
              "NSA_TB_DISABLE": {"value": "1", "origin": "plan env"}}  # fmt: skip

@@ -7,7 +7,7 @@ from pathlib import Path
 from textual.app import ComposeResult
 
 from console.model import LIVE_STATES, LaunchState, RunState
-from console.status_text import DASH, counted, shell_line
+from console.status_text import DASH, clock, counted, shell_line
 from console.tui.draft import BETWEEN
 from console.tui.feed import ScreenData
 from console.tui.operator import Console
@@ -279,7 +279,7 @@ class Launch(Scrolls, View):
             found = [row for p in self.query(Panel) for row in p.rows(snapshot, width, WHOLE)]
             return [*found, rule(self.picker.heading, width), *flag_list.whole_rows(items, width)]
 
-        self.console.open_overlay(Reader("launch", rows))
+        self.console.open_overlay(Reader(f"launch, as of {clock(snapshot.now)}", rows))
 
     def _set(
         self, live: tuple[RunState, LaunchState] | None, name: str, value: str | None,

@@ -34,17 +34,11 @@ def past_verdict(state: RunState, last: Verdict | None) -> Verdict | None:
 
 
 def _past_rows(past: Verdict, calm: str, width: int, height: int, now: float) -> list[Row]:
-    """Returns the last verdict below a sentence on the present state of the run.
-
-    A command in the sentence is left out, because its processes may have ended.
-    """
+    """Returns the last verdict below a sentence on the present state of the run."""
     room = width - len(VERDICT)
     begun, ended = (_clock(ts, now) for ts in (past.ts, past.end_ts or now))
     when = f"{begun} to {ended}" if past.end_ts else f"{begun}, no end recorded"
-    sentence = past.sentence
-    if past.action:
-        sentence = sentence.replace(f"; {past.action.partition('; ')[0]}", "")
-    said = [*wrap(f"{calm}; last stall: {when}", room), *wrap(sentence, room)]
+    said = [*wrap(f"{calm}; last stall: {when}", room), *wrap(past.of_past().sentence, room)]
     end = wrap(f"ended: {past.end}", room, 2 if height > 4 else 1) if past.end else []
     return labelled((VERDICT, "title"), [*said[: max(1, height - len(end))], *end][:height], "dim")
 
@@ -361,7 +355,7 @@ class Stall(Scrolls, View):
         """Opens an overlay with the whole verdict and all its evidence."""
         if (shown := self.snapshot) is not None:
             panels = [self.query_one(name, Panel) for name in ("#verdict", "#evidence")]
-            self.console.open_overlay(Reader("stall", lambda width: [
+            self.console.open_overlay(Reader(f"stall, as of {clock(shown.now)}", lambda width: [
                 row for panel in panels for row in panel.rows(shown, width, WHOLE)
             ]))  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 
@@ -88,6 +89,12 @@ def test_what_is_not_measured_is_said_with_the_reason(
     (found,) = preflight.measure(bare(tmp_path, gpus, measure, assumed), refused, None)
     assert (found.name, found.result) == ("measured", result)
     assert found.text == f"{', '.join(preflight.MEASURED)} are not measured: {text}"
+
+
+def test_no_command_measures_a_plan_of_foreign_programs(tmp_path):
+    case = dataclasses.replace(bare(tmp_path, measure=False), settings=({},))
+    (found,) = preflight.measure(case, False, None)
+    assert found.text.endswith("not measured: all programs are foreign")
 
 
 STUB = "import json, os, sys, time\nsay = lambda **it: print(json.dumps(it), flush=True)\n"

@@ -73,9 +73,11 @@ def test_a_gate_that_failed_is_overridden_while_its_phase_runs(begin, tmp_path):
     started = begin(*phases, shell=STUB)
     started.wait_steps(10)
     wanted = {"phase": "one", "reason": "It is planted."}
-    refusal = "no result of a gate 'steps_done'; known: grad_norm_above"
+    refusal = "no result of a gate 'steps_don'; known: grad_norm_above"
     # `grad_norm_above` has a result only after the supervisor has read enough records.
-    started.wait(lambda: refusal in started.ask("override", gate="steps_done", **wanted)["text"])
+    started.wait(lambda: refusal in started.ask("override", gate="steps_don", **wanted)["text"])
+    answer = started.ask("override", gate="steps_done", **wanted)
+    assert answer["text"] == "the gate steps_done has no result yet; nothing is overridden"
     later = wanted | {"phase": "two", "gate": "steps_done"}
     assert "two is not the phase that runs" in started.ask("override", **later)["text"]
     answer = started.ask("override", gate="grad_norm_above", **wanted)
@@ -86,3 +88,16 @@ def test_a_gate_that_failed_is_overridden_while_its_phase_runs(begin, tmp_path):
     assert main(["check", str(started.path)]) == 0
     (event,) = (each for each in started.events(0) if each["kind"] == "override")
     assert (event["by"], event["gate"]) == ("tester", "grad_norm_above")
+
+
+@pytest.mark.parametrize(("phase_name", "is_last"), [("first", False), ("second", True)])
+def test_the_answer_promises_a_next_phase_only_if_one_is_left(tmp_path, phase_name, is_last):
+    launch = directory.launch(tmp_path)
+    failed = {"name": "steps_done", "value": 20.0, "bound": "≥ 21", "result": "fail"}
+    for name in ("0-first", "1-second"):
+        directory.completed(launch / name, {"steps_done": 21}, [failed])
+    directory.end(launch, "fail", "fail")
+    (launch / rundir.LOCK).touch()
+    answer = given(launch, phase=phase_name, gate="steps_done")["text"]
+    assert "the phase has passed" in answer
+    assert ("resume starts the next one" in answer) is not is_last

@@ -174,6 +174,11 @@ def test_no_question_promises_a_checkpoint_of_a_program_that_may_save_none():
     assert facts["halt"]["keeps"].startswith(f"{promised} (a trainer of this project saves")
     assert facts["stop"]["loses"] == "all steps that the program has not saved itself"
     assert facts["stop"]["saved"] == "no checkpoint in the run directory"
+    ours = dataclasses.replace(running, decided={"NSA_LR": "1"}, step=43, checkpoint="step_33")
+    cost = "10 steps (newest checkpoint: step 33)"
+    for state, lost in ("running", f"Kill: {cost}; Stop: none, if all"), ("stalled", cost):
+        asked = KEYS["stop"].question(dataclasses.replace(ours, state=state))
+        assert dict(asked.facts)["loses"].startswith(lost), "ranks that are stalled cannot save"
     saves = dict(KEYS["checkpoint"].question(running).facts)["keeps"]
     assert saves.startswith("all work; only a trainer of this project saves")
     assert dict(KEYS["halt"].question(recorded.stalled()).facts)["keeps"].startswith(promised)

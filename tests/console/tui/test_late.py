@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import sys
 import threading
@@ -98,6 +99,27 @@ async def test_a_late_answer_blocks_no_key_and_is_shown(key, ok):
         sign = "✓" if ok else "✗"
         await until(pilot, lambda: f"{sign} rank 1 does as well" in picture(app))
         await until(pilot, lambda: "no alert" in lines(app)[1])
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_a_launch_that_is_requested_during_the_check_is_asked_about_after_it(
+    tmp_path, leaves
+):
+    asked = Slow()
+    asked.slow_checks = True
+    async with driven(app_on(recorded.crashed(), root=tmp_path, actions=asked)) as (app, pilot):
+        await play(pilot, "L", "…still being checked")
+        assert app.overlay is None
+        if leaves:
+            await pilot.press("1")
+            await until(pilot, lambda: app.view_name == "dashboard")
+        asked.go.set()
+        await until(pilot, lambda: app.draft.is_checked)
+        if leaves:
+            await asyncio.sleep(0.2)
+            assert app.overlay is None, "no question about a view that is not shown"
+            await pilot.press("L")
+        await see(pilot, "Launch cpu_smoke?", "y yes")
 
 
 async def test_only_the_result_of_the_newest_check_is_used(tmp_path):

@@ -52,7 +52,7 @@ async def test_evidence_that_does_not_fit_is_counted_and_z_shows_all_of_it(size)
         assert "a sign with very many" in shown or size[1] == 24
         assert not more or size[1] == 24
         await pilot.press("z")
-        await see(pilot, *SIGNS, "end of it", "esc closes")
+        await see(pilot, *SIGNS, "end of it", "stall, as of ", "esc closes")
 
 
 def test_the_end_of_a_rank_fits_its_column():

@@ -110,6 +110,7 @@ async def test_seven_phases_leave_room_for_the_flags_the_command_and_what_fails(
     whole = await seen(state, (80, 60), ("2", "z"))
     for part in ("6-late6", "torchrun -m", "bytes_right: at least 0.9 share", "esc closes"):
         assert part in whole, whole
+    assert re.search(r"launch, as of \d\d:\d\d:\d\d ", whole), "the overlay does not change"
 
 
 def test_the_newest_launch_is_opened_when_none_lives(tmp_path):
