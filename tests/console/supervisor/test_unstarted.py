@@ -43,22 +43,29 @@ def test_a_torchrun_without_ranks_alerts_until_it_starts_them(begin, tmp_path):
     assert started.wait_end()["phases"][0]["state"] == "halted"
 
 
-def test_a_rank_that_hangs_after_its_exit_record_alerts(begin, tmp_path):
-    program = tmp_path / "hangs.py"
+def begin_hanging(begin, folder, hangs: str, after: str = ""):
+    """Starts two ranks whose end waits while `hangs`; `after` follows their last step."""
+    program = folder / "hangs.py"
     program.write_text(
         "import atexit, os, time\n"
-        f"go = {str(tmp_path)!r} + '/go' + os.environ['RANK']\n"
-        "def hang():\n    while not os.path.exists(go):\n        time.sleep(0.05)\n"
+        f"rank, go = os.environ['RANK'], {str(folder)!r} + '/go'\n"
+        f"def hang():\n    while {hangs}:\n        time.sleep(0.5)\n"
         "atexit.register(hang)\n"
         "from trainers.contract.member import join\nrun = join()\n"
-        "for step in range(1, 4):\n    run.step(step, loss=1.0)\n"
-        "while os.environ['RANK'] == '0' and not os.path.exists(go):\n"
-        "    run.pulse.set(3, 'forward')\n    time.sleep(0.05)\n"
+        f"for step in range(1, 4):\n    run.step(step, loss=1.0)\n{after}"
     )
-    started = begin(
+    return begin(
         {"name": "one", "script": str(program), "nproc": 2},
         watch={"stall_floor_s": 2, "grace_s": 1}, shell=STUB,
     )  # fmt: skip
+
+
+def test_a_rank_that_hangs_after_its_exit_record_alerts(begin, tmp_path):
+    moves = (
+        "while rank == '0' and not os.path.exists(go + rank):\n"
+        "    run.pulse.set(3, 'forward')\n    time.sleep(0.05)\n"
+    )
+    started = begin_hanging(begin, tmp_path, "not os.path.exists(go + rank)", moves)
     (alert,) = started.wait(lambda: started.alerts("exit-hangs"))
     assert (alert["level"], alert["key"]) == ("crit", "K")
     assert alert["text"].startswith("rank 1 still runs 2 s after the exit record, so the run ")
@@ -71,20 +78,7 @@ def test_a_rank_that_hangs_after_its_exit_record_alerts(begin, tmp_path):
 
 
 def test_a_rank_that_hangs_after_its_exit_record_is_named_by_a_verdict(begin, tmp_path):
-    program = tmp_path / "hangs.py"
-    program.write_text(
-        "import atexit, os, time\n"
-        f"go = {str(tmp_path)!r} + '/go'\n"
-        "def hang():\n"
-        "    while os.environ['RANK'] == '1' and not os.path.exists(go):\n        time.sleep(0.5)\n"
-        "atexit.register(hang)\n"
-        "from trainers.contract.member import join\nrun = join()\n"
-        "for step in range(1, 4):\n    run.step(step, loss=1.0)\n"
-    )
-    started = begin(
-        {"name": "one", "script": str(program), "nproc": 2},
-        watch={"stall_floor_s": 2, "grace_s": 1}, shell=STUB,
-    )  # fmt: skip
+    started = begin_hanging(begin, tmp_path, "rank == '1' and not os.path.exists(go)")
     found = started.wait(lambda: (v := started.state().get("verdict")) and v["cause"] == "sleep"
                          and v)  # fmt: skip
     assert (found["rank"], found["phase"], found["step"]) == (1, "exit", 3)
