@@ -52,7 +52,7 @@ class Profiler:
                 text = f"profile request ignored: steps {other.start} to {other[-1]} get a profile"
                 self._report.record_event("note", step, text)
                 return
-        self._windows.append(asked)
+        self._windows = [each for each in self._windows if each.stop > asked.start] + [asked]
 
     def begin(self, step: int) -> None:
         """Opens a window that is due; the audit of the first step precedes a profile."""
