@@ -303,7 +303,7 @@ def hook(case: Case) -> Found:
     ):
         if argv and shutil.which(argv[0], path=environ.inherited().get("PATH")) is None:
             result = "unknown"
-            where = "it is no program" if os.path.lexists(argv[0]) else "no such program in PATH"
+            where = "it is no program" if "/" in argv[0] else "no such program in PATH"
             texts.append(f"cannot run {argv[0]}: {where}")
         texts += [f"{when} {every_s:g} s: {shlex.join(argv)}"] if argv else []
     return result, "; ".join(texts) or "no hook is set"
