@@ -20,7 +20,7 @@ from nsa.partial import attend_part, attend_part_backward
 from nsa.precision import no_autocast
 from nsa.tables import cached_table
 
-FOLDED_TOKENS = 64
+FOLDED_TOKENS = 128
 """Tokens per fold of `attend_folded`."""
 
 _ALL_BUT_FLASH = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]

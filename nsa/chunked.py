@@ -31,7 +31,7 @@ from nsa.select import attend_selected
 
 CHUNK = 8192
 """Tokens in a chunk."""
-TILE_ROWS = 384
+TILE_ROWS = 768
 """Most slots of a tile, times the heads of a group. A lower number makes the products slow, and a
 higher number leaves more slots empty."""
 PART_BYTES = 32 << 20
