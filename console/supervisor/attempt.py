@@ -39,7 +39,7 @@ class Attempt:
     """Owns the processes of one attempt; `tick` does the due work, `decided` returns the state.
 
     With `former`, the processes of the attempt that are alive are adopted. Torchrun is then started
-    only if a former child began the attempt and did not start torchrun.
+    only if the former process began the attempt and did not start torchrun.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Attempt:
         """The text of the alert `DROPPED` if it was open at the end, or ""."""
         self._again_at = math.inf
         """The time at which failed work in the run directory is tried again (monotonic s)."""
-        if former is None or link.has_no_processes(self.path, context.home, number):
+        if former is None or former.is_unstarted:
             self._begin_preparing()
         else:
             self._adopt(former)

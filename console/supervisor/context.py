@@ -122,7 +122,7 @@ def run_context(
     reducer = Reducer(Series(keeps=False), summary, timed=True)
     reading = RecordFiles(path, cursors=reducer.cursors, again_bytes=WARM_UP_BYTES)
     live = Live(token, world, number, path, former is not None)
-    if former and live.path is None and services.link.has_no_processes(path, home, number):
+    if former and former.is_unstarted and live.path is None:
         live.renew(number)
     actions = {"stall": "restart"} if plan.restart.when == "stall" else {}
     return RunContext(

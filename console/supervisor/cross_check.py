@@ -7,6 +7,7 @@ not adopted.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -184,8 +185,24 @@ def read_run(link: Link, run: Path, spec: LaunchSpec, index: int, is_last: bool)
     if living or jsonl.text(state, "state") != "restarting":
         del ended[number - 1 :]
     end = ReaderView() if living else former_documents.recorded_end(state)
-    is_stored = stored is not None
-    return FormerRun(record, state, is_stored, warnings, flags, number, ended, is_last, end)
+    if is_stored := stored is not None:
+        is_unstarted = link.has_no_processes(run, former_documents.home(record), number)
+    else:
+        is_unstarted = not (living or is_last) and never_started(run, state, number)
+    return FormerRun(
+        record, state, is_stored, is_unstarted, warnings, flags, number, ended, is_last, end
+    )
+
+
+def never_started(run: Path, state: Mapping[str, Any], number: int) -> bool:
+    """Returns whether a dead supervisor began an attempt and did not start its torchrun.
+
+    A supervisor makes the directory of the attempt's logs before it starts torchrun. If a `.HALT`
+    or a request is to end the attempt, the result is False, because torchrun must not start.
+    """
+    found = any(map(os.path.lexists, (rundir.logs(run, number), run / rundir.HALT)))
+    known = jsonl.mapping(state, "torchrun") or jsonl.text(state, "asked")
+    return not (found or known) and jsonl.text(state, "state", "starting") == "starting"
 
 
 def newest_living_attempt(record: Mapping[str, Any], state: Mapping[str, Any]) -> int:

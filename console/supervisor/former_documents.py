@@ -106,6 +106,8 @@ class FormerRun:
     """supervisor.json, or {} if none was written."""
     is_stored: bool
     """True: the documents come from the owner. False: they were read from disk and checked."""
+    is_unstarted: bool
+    """True: the newest attempt began, and torchrun was not started."""
     warnings: Sequence[str]
     """Sentences on entries of the documents that an operator must know."""
     flags: Mapping[str, FlagValue]

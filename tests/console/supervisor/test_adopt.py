@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -60,6 +61,17 @@ def test_a_launch_that_another_shell_adopts_continues_as_it_was_launched(orphan,
     assert {name: record["environment"].get(name) for name in OF_ADOPTER} == {
         "HF_HOME": "/of/launch", "TIKTOKEN_CACHE_DIR": None,
     }  # fmt: skip
+
+
+def test_an_attempt_whose_torchrun_was_never_started_begins_after_the_adoption(begin):
+    started = begin(phase("one", "member.py", 3), phase("two", "member.py", 3), shell=STUB)
+    owner = started.owner
+    started.wait(lambda: (started.run(1) / rundir.RUN).exists(), every_s=0.0005)
+    os.kill(owner["pid"], signal.SIGKILL)
+    started.wait(lambda: not any(map(rundir.is_alive, (owner, owner["child"]))))
+    actions.adopt(started.path)
+    ended = started.wait_end()
+    assert [entry["state"] for entry in ended["phases"]] == ["completed"] * 2, ended["why"]
 
 
 def test_an_adoption_needs_the_working_directory_of_the_launch(orphan, tmp_path):
