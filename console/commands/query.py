@@ -45,7 +45,7 @@ def runs(options: argparse.Namespace) -> int:
     """Lists launches, and runs without a launch, newest first."""
     if options.root != launches.ROOT and not options.root.is_dir():
         raise NotFoundError(f"there is no directory {options.root}, so there are no launches")
-    rows, lines = [], []
+    rows, lines = [], [f"{'launch':<36} {'phase':<14} {'state':<12} {'step':<13} why"]
     for path in launches.launches_and_bare_runs(options.root)[: options.limit]:
         state = poll_confirmed(RunSource(path))
         launch = state.launch
@@ -63,7 +63,7 @@ def runs(options: argparse.Namespace) -> int:
         again = f"attempt {state.attempt}; " if state.attempt > 1 else ""
         lines.append(f"{clean(name, 200):<36} {phase:<14} {word:<12} step {step:<8} {again}{why}")
     none = f"no launches under {options.root}; start one with {program()} launch PLAN"
-    show(options.json, rows, lines or [none])
+    show(options.json, rows, lines if rows else [none])
     return 0
 
 

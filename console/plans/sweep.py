@@ -53,7 +53,8 @@ class Run:
     toks_per_s: float
     """The throughput at the step time `fast_s`."""
     mean_toks_per_s: float
-    """The mean throughput of the last steps of the run, computed as in the runbooks."""
+    """The mean throughput of the last `mean_steps` steps, computed as in the runbooks."""
+    mean_steps: int
     facts: Mapping[str, Any]
     """The settings, the flags of libraries, and the values of `OF_RUN` and `FACTS`."""
 
@@ -119,7 +120,7 @@ class Comparison:
             routes = " ".join(f"{k}:{v}" for k, v in jsonl.mapping(facts, "backend").items())
             yield (
                 f"  {variant.name:<12} {variant.toks_per_s:>10,.0f} tok/s in fast steps; last "
-                f"{LAST_STEPS} steps {mean:,.0f} ± {deviation:,.0f} tok/s, "
+                f"{variant.runs[0].mean_steps} steps {mean:,.0f} ± {deviation:,.0f} tok/s, "
                 f"{status_text.counted(len(variant.runs), 'run')}; {routes}, "
                 f"hook {facts.get('comm_hook')}"
             )
@@ -301,7 +302,8 @@ def _measure(path: Path) -> Run | str:
     values, given = launch_facts.values(run), json_documents.flag_field(run, "value")
     library = {name: value for name, value in given.items() if name in flags.LIBRARY}
     of_run = {key: run.get(key) for key in OF_RUN}
+    last_s = steps_s[-LAST_STEPS:]
     return Run(
-        path.name, tokens / fast_s(steps_s), tokens / fmean(steps_s[-LAST_STEPS:]),
+        path.name, tokens / fast_s(steps_s), tokens / fmean(last_s), len(last_s),
         values | library | of_run | {key: facts[key] for key in FACTS if key in facts},
     )  # fmt: skip

@@ -35,7 +35,7 @@ FACTS: dict[str, Any] = {
 
 def variant(name: str, figures: list[float], changes: dict[str, str], **more: Any) -> Variant:
     facts = FACTS | {"ddp.bucket_mb": 25, "optim.lr": 1.0} | changes | more
-    runs = (Run(f"{name}-{i}", x, x, facts) for i, x in enumerate(figures))
+    runs = (Run(f"{name}-{i}", x, x, 50, facts) for i, x in enumerate(figures))
     return Variant(name, changes, tuple(runs))
 
 
@@ -170,5 +170,5 @@ def test_the_variant_that_is_slower_for_certain_is_named_whatever_its_rank() -> 
 
 
 def test_a_missing_fact_is_not_agreement() -> None:
-    bare = Variant("a", {}, tuple(Run(str(i), 1.0, 1.0, {}) for i in range(8)))
+    bare = Variant("a", {}, tuple(Run(str(i), 1.0, 1.0, 50, {}) for i in range(8)))
     assert "has no backend" in compare("x", [bare, bare]).refusal
