@@ -33,7 +33,7 @@ def plan(path: Path, said: Callable[[str], object]) -> tuple[Plan, dict[str, str
 
     The plan has the phases of an ended launch from the first that did not pass, the options of the
     launch, and the flags that an operator set. A flag that no answer confirms is not used; `said`
-    gets a sentence on it. If the first of these phases has a checkpoint and a trainer of this
+    gets a sentence on it, and on each gate whose override ends. If the first of these phases has a checkpoint and a trainer of this
     project, it resumes from the newest checkpoint. Raises RefusedError if the launch has not ended,
     for example because processes are alive, or if no phase is left.
     """
@@ -59,7 +59,11 @@ def plan(path: Path, said: Callable[[str], object]) -> tuple[Plan, dict[str, str
         raise RefusedError(f"all phases of {name} have passed; there is nothing to resume")
     phases, by_operator = _with_operator_flags(top, old.plan, index, state, said)
     run, origins = top / f"{index}-{phases[0].name}", dict(old.set_origins)
-    if phases[0].is_ours and RunSource(run).poll().checkpoint:
+    source = RunSource(run)
+    checkpoint = source.poll().checkpoint
+    for gate in source.summary.overrides if source.summary else ():
+        said(f"gate {gate} is evaluated again, without its override")
+    if phases[0].is_ours and checkpoint:
         given = {key: value for key, value in phases[0].set.items() if key != FROM_STEP}
         phases[0] = replace(phases[0], set={**given, gate_check.RESUME: str(run.absolute())})
         origins[gate_check.RESUME] = RESUME

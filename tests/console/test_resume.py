@@ -106,6 +106,14 @@ def test_flags_of_later_phases_are_repeated_if_an_answer_confirms_them(tmp_path)
     assert not any("NCCL_PROTO" in each["flags"] for each in (first, second, third))
 
 
+def test_a_resumed_phase_names_the_gates_whose_override_ends(tmp_path):
+    launch, said = ended(tmp_path), list[str]()
+    event = {"v": 1, "kind": "override", "gate": "loss_falls", "reason": "a short run", "by": "ann"}
+    (launch / "0-sanity" / rundir.EVENTS).write_bytes(jsonl.encode(event))
+    actions.prepare(LaunchOptions(resume=launch, root=launch.parents[1]), said.append)
+    assert "gate loss_falls is evaluated again, without its override" in said
+
+
 def test_a_flag_of_the_shell_does_not_replace_an_option_or_the_flag_of_an_operator(
     tmp_path, monkeypatch
 ):
