@@ -45,7 +45,10 @@ Key = tuple[str, str, bool]
 
 @dataclass(frozen=True)
 class Program:
-    """A program to measure: its arguments, the texts of its first picture and data, its keys."""
+    """A program to measure: its arguments and its keys.
+
+    `frame` is a text of its first picture, and `data` is a text that appears with its data.
+    """
 
     argv: tuple[str, ...]
     frame: str

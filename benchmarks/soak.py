@@ -143,7 +143,10 @@ def soak(chaos: Chaos, due: list[tuple[float, Fault]], span_s: float) -> list[In
 
 
 def end(chaos: Chaos) -> str:
-    """Ends the run by a halt, or by SIGTERM to a rank; returns its final state and reason."""
+    """Halts the run, by a request or by SIGTERM to a rank; returns the state and reason of the run.
+
+    The run has up to 60 s to end.
+    """
     if chaos.rng.random() < 0.5:
         actions.send(chaos.started.path, "halt", {}, "soak")
     else:
@@ -235,7 +238,7 @@ def false_alarms(run: Path, found: list[Injected]) -> list[Line]:
 def judge(
     chaos: Chaos, found: list[Injected], done: list[steps.Step], wanted: int
 ) -> list[Line]:  # fmt: skip
-    """Returns the lines about the training itself."""
+    """Returns the lines about the training, its faults and its checkpoints."""
     ended = [each for each in found if each.fault.ends]
     disruptive = [each for each in found if not each.fault.harmless and each.recovered]
     ratio = steps.effective_s(done) / steps.total_s(done)
@@ -263,7 +266,7 @@ def judge(
 def judge_surroundings(
     chaos: Chaos, readers: Readers, first_mib: float, last_mib: float, word: str, home: Path
 ) -> list[Line]:
-    """Returns the lines about everything except the training."""
+    """Returns the lines about the end, things left behind, readers, memory and records."""
     left, took = left_behind(chaos.started, home), readers.took_s or [0.0]
     return [
         ("how it ended", word, "halted", word.startswith("halted: ")),

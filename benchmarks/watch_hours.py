@@ -198,7 +198,7 @@ SICK: dict[str, Spoil] = {
         }
     ),
 }
-"""By rule: the change that makes a steady run sick, `SICK_AT_S` after its start."""
+"""By rule: the change that makes a steady run sick; `seen_after_s` says when it begins."""
 
 
 def seen_after_s(

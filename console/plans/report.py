@@ -38,7 +38,8 @@ FILES = (
     "k_stats", "fallback_counters", "dtypes_report", "opt_state", "git_sha.txt", "collect_env.txt",
     "nvidia_smi.xml", "mem_", "checkpoints",
 )  # fmt: skip
-"""Names, or prefixes of names, of the files that the runbooks require."""
+"""Names, or prefixes of names, of the files that the runbooks require, and of those that replace
+files of the runbooks."""
 OF_OPERATORS = ("note", "request", "answer", "ack", "override")
 """The kinds of events in the table of notes and requests."""
 ON_CUDA_ONLY = ("nvidia_smi.xml", "mem_")
@@ -301,7 +302,7 @@ def _environment(phases: Sequence[Phase]) -> Iterator[str]:
 
 
 def _files(phases: Sequence[Phase]) -> Iterator[str]:
-    """Yields the files that the runbooks require: present and missing."""
+    """Yields the `FILES` of each phase: present and missing."""
     rows = []
     for each in phases:
         on_cpu = jsonl.mapping(each.env, "device").get("type") == "cpu"

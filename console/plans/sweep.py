@@ -53,7 +53,7 @@ class Run:
     toks_per_s: float
     """The throughput at the step time `fast_s`."""
     mean_toks_per_s: float
-    """The mean throughput of the last `mean_steps` steps, computed as in the runbooks."""
+    """The tokens of a step ÷ the mean time of the last `mean_steps` steps."""
     mean_steps: int
     facts: Mapping[str, Any]
     """The settings, the flags of libraries, and the values of `OF_RUN` and `FACTS`."""

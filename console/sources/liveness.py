@@ -205,7 +205,11 @@ def _view(
 
 
 def _ends(supervisor: Record, heads: Mapping[int, LatestRecords]) -> list[RankEnd]:
-    """Returns the ends of ranks; an exit that the supervisor observed overrides the exit record."""
+    """Returns the ends of ranks.
+
+    A signal, or a code other than 0, that the supervisor observed overrides the exit record. An
+    observed code 0 is used only if the record has no code.
+    """
     attempt = jsonl.integer(supervisor, "attempt")
     exits = {(jsonl.integer(worker, "rank"), attempt): jsonl.mapping(worker, "exit")
              for worker in jsonl.entries(supervisor, "workers")}  # fmt: skip

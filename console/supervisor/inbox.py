@@ -140,8 +140,8 @@ class Inbox:
     """Owns the ids of the requests that were received; executes each request once.
 
     A request that is not newer than `since_ns`, the start of this supervisor, is rejected, because
-    an earlier supervisor may have executed it. So is a request from before the clock of the file
-    system was set back. The times of files are compared, not the time in a request.
+    an earlier supervisor may have executed it. A request that was sent before the clock of the file
+    system was set back is rejected too. The times of files are compared, not the time in a request.
     """
 
     def __init__(

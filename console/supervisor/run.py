@@ -115,8 +115,8 @@ class Run:
 
     def _continue(self, former: FormerRun) -> None:
         """Continues the newest attempt, or continues to wait for the next attempt."""
-        # Stored only now, because a next child starts torchrun if the owner has run.json, but no
-        # processes.
+        # The owner gets run.json only now: a next child starts torchrun if the owner has run.json,
+        # but no processes.
         self._link.store(self.path / rundir.RUN, self._record)
         self._directory.call(lambda: self._directory.set_run(self.path))
         if not former.is_stored:

@@ -1,4 +1,4 @@
-"""The operator's settings file: strict, private, and the only file that names a hook."""
+"""The settings file: strict, private, and the only file in which an operator can name hooks."""
 
 from __future__ import annotations
 

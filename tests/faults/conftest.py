@@ -28,7 +28,7 @@ def home(tmp_path_factory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def begin(home, begin) -> Begin:
-    """Starts launches whose processes have the directory `home`."""
+    """Starts launches; `home` is the home directory of their processes."""
     return begin
 
 

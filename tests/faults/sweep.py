@@ -151,7 +151,10 @@ class Case:
         return self._found
 
     def start(self, *adopt: str) -> subprocess.Popen[bytes]:
-        """Starts the supervisor as `console.supervisor.launcher` does, but with the library."""
+        """Starts the supervisor of the course with the library; does not wait until it is ready.
+
+        With `adopt`, the supervisor gets no settings of an operator.
+        """
         self._folder.mkdir(exist_ok=True)
         rundir.make_directory(self._launch)
         if not adopt:

@@ -25,7 +25,7 @@ class Reference:
     selected: dict[tuple[int, int, int], list[int]]
     """The selected blocks, ascending: the given blocks, or else the reference's own choice."""
     scores: dict[tuple[int, int, int], list[float]]
-    """p_slc of every block that has begun."""
+    """p_sel of each selection block that begins at the query or before."""
 
 
 def nsa_layer(
@@ -88,7 +88,7 @@ class _Sequence:
         return [i for i, tokens in enumerate(self.blocks) if tokens[-1] <= t]
 
     def block_scores(self, g: int, t: int) -> list[float]:
-        """Returns p_slc of each selection block that has begun at token t."""
+        """Returns p_sel of query t for each selection block that begins at token t or before."""
         size = self.config.nsa.select_block_size
         scores = [0.0] * (t // size + 1)
         visible = self.visible_summaries(t)

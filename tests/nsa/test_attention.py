@@ -114,7 +114,8 @@ def test_outputs_and_gradients_equal_the_oracle_in_low_precision(
     )
     expected = dict(low_precision_oracle(dtype, seq_len, compress, gate, blocks))
     got = gradients(layer, x, weight)
-    # The few gradients of the bias nearly cancel, so they are compared together with the weight.
+    # The gate's bias has few gradients, whose terms nearly cancel. So these gradients are compared
+    # together with those of the gate's weight.
     for found in (got, expected):
         found["gate"] = torch.cat(
             (found.pop("gate.proj.weight").flatten(), found.pop("gate.proj.bias"))

@@ -1,4 +1,7 @@
-"""An alert of a former working process stays open until the new process measures a good value."""
+"""An alert of a former working process stays open until the new process measures a good value.
+
+`non_finite` and `dead_parameters` stay open even then.
+"""
 
 from __future__ import annotations
 
