@@ -33,9 +33,10 @@ def plan(path: Path, said: Callable[[str], object]) -> tuple[Plan, dict[str, str
 
     The plan has the phases of an ended launch from the first that did not pass, the options of the
     launch, and the flags that an operator set. A flag that no answer confirms is not used; `said`
-    gets a sentence on it, and on each gate whose override ends. If the first of these phases has a checkpoint and a trainer of this
-    project, it resumes from the newest checkpoint. Raises RefusedError if the launch has not ended,
-    for example because processes are alive, or if no phase is left.
+    gets a sentence on it, and on each gate whose override ends. If the first of these phases has a
+    checkpoint and a trainer of this project, it resumes from the newest checkpoint. Raises
+    RefusedError if the launch has not ended, for example because processes are alive, or if no
+    phase is left.
     """
     top = launches.launch_of(path)
     if top is None:

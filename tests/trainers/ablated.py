@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nsa import functional
-from nsa.attention import NSAttention
+from nsa.attention import NSAttention, merge_heads
 from nsa.model import Block, Transformer
 from trainers import loop, manifest
 from trainers.entry import exit_now, main
@@ -35,6 +35,14 @@ def zero_of_all(layer: NSAttention) -> Tensor:
 def no_attention(layer: NSAttention, x: Tensor, *_: None) -> Tensor:
     """The output of the attention is 0."""
     return x * 0 + zero_of_all(layer)
+
+
+def first_value(layer: NSAttention, x: Tensor, *_: None) -> Tensor:
+    """Each query gets the first value of the selected branch, as in the legacy system."""
+    first = layer.project(x)[2][1][:, :, :1].repeat_interleave(
+        layer.config.n_heads // layer.config.n_kv_groups, dim=1
+    )
+    return layer.out(merge_heads(first.expand(-1, -1, x.shape[1], -1))) + zero_of_all(layer)
 
 
 def without_selected(gates: Tensor, cmp: Tensor, sel: Tensor, win: Tensor) -> Tensor:
@@ -97,6 +105,7 @@ def bug_while_saving(*arguments: Any) -> None:
 
 MODES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "no_attention": (NSAttention, "forward", no_attention),
+    "first_value": (NSAttention, "forward", first_value),
     "without_selected": (functional, "gated_sum", without_selected),
     "nan_from_step_3": (loop, "score", nan_from_step_3),
     "nan_at_step_3": (Transformer, "forward", nan_at_step_3),
