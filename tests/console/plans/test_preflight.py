@@ -38,12 +38,12 @@ def prepared(folder, sets=None, assume="", phase=None, root=None, **document):
 
 
 def row(name, *args, **more):
-    """Returns result and text of one row for a plan of one phase at toy size."""
+    """Returns result and text of one row for a plan of one phase, by default at toy size."""
     return next((c.result, c.text) for c in prepared(*args, **more).checks if c.name == name)
 
 
 def bare(root, gpus=0, nproc=2, host=None, **more):
-    """Returns a case without settings, whose files lie below `root`."""
+    """Returns a case without settings: its launch is in `root`, its host in `host` or `root`."""
     phase = {"name": "one", "script": "x.py", "nproc": nproc, **more}
     given = plan.parse({"name": "mine", "gpus": gpus, "phases": [phase]}, "test")
     return Case(given, root / "launch", settings=({},), root=host or root)
@@ -331,7 +331,7 @@ def test_code_that_no_commit_holds_is_a_warning_for_a_plan_on_gpus(
     ("needs", "result"), [(preflight.DATA, "fail"), (preflight.PROCESSES, "unknown")]
 )
 def test_a_row_that_hangs_is_said_soon_and_fails_alone(tmp_path, monkeypatch, needs, result):
-    """A read of a process in state D may never return, so such a row only warns."""
+    """A read of a process in state D may never return, so a row about processes only warns."""
     end = threading.Event()
     hanging = preflight.Row("stuck", lambda case: (end.wait(600), ("pass", ""))[1], needs)
     monkeypatch.setattr(preflight, "TABLE", (*preflight.TABLE[:1], hanging))

@@ -110,7 +110,7 @@ STUCK = {
         "mismatch", (1,), None,
     ),
 }  # fmt: skip
-"""By name: the calls of the ranks, the number of ranks, and the difference that is found."""
+"""For each case: the calls of the ranks, the number of ranks, and the difference."""
 
 
 @pytest.mark.parametrize("name", STUCK)
