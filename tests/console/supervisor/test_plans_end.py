@@ -259,7 +259,7 @@ def test_the_reason_of_an_end_names_writes_that_failed_at_that_time(begin):
 
 @contextmanager
 def immutable(folder: Path) -> Iterator[None]:
-    """Prevents new files in `folder` during a `with` block, or skips the test if it cannot do so."""
+    """Prevents new files in `folder` during a `with` block, or skips the test."""
     if (
         os.geteuid()
         or subprocess.run(["chattr", "+i", str(folder)], capture_output=True).returncode
