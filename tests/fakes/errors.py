@@ -18,7 +18,7 @@ CONTROL = struct.Struct("=6i32s256s")
 CHANGING = re.compile(r"(?<![A-Za-z])[0-9a-f]{8,}(?![A-Za-z])|\d+")
 """Numbers and random words that differ from run to run."""
 HANGS = "HANGS"
-"""Used as an error: while it is armed, each call waits, except calls on live files."""
+"""Used as an error: while the control is armed, each call waits, except on live files."""
 SHORT = "SHORT"
 """Used as an error: a write writes only half of its data, and the next write gets ENOSPC."""
 FULL = ("create", "write", "sync", "mkdir", "rename", "allocate", "send")

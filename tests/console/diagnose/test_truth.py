@@ -1,4 +1,4 @@
-"""The truth checks: a fault raises only the alert of its check, a healthy run no truth check."""
+"""The truth checks: a fault raises only its own alert; healthy runs raise no such alert."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def test_free_space_that_the_file_system_does_not_report_is_a_warning(tmp_path, 
     def refuse(_: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(os, "statvfs", refuse)  # some network file systems refuse it
+    monkeypatch.setattr(os, "statvfs", refuse)  # as some network file systems do
     result, text = config_checks.disk(bare(tmp_path))
     assert (result, "(Input/output error); the launch needs 1.0 GiB" in text) == ("unknown", True)
     assert config_checks.directory(bare(tmp_path))[0] == "pass"

@@ -46,7 +46,7 @@ def same_state(run: Path) -> None:
     whole, recent, drawn = (RunSource(run, reads=each) for each in ("all", "recent", "charts"))
     expected = told(whole.poll())
     found = told(recent.poll())
-    has_snapshot = RunRecords(run, "recent").has_snapshot  # without it, only the ends are read
+    has_snapshot = RunRecords(run, "recent").has_snapshot  # else, only the ends are read
     assert found == expected or not has_snapshot
     drawn.poll()
     assert told(drawn.poll()) == expected
