@@ -230,7 +230,7 @@ def test_a_phase_has_ended_although_its_launch_continues(ended_phase, capsys, wo
 
 
 def test_a_phase_whose_end_is_not_in_supervisor_json_yet_has_not_ended(ended_phase):
-    """The event of the end is written first; a run whose end is not in the document is no go."""
+    """The event of the end is written first; without an end in supervisor.json, a run is no go."""
     run, gone = ended_phase, {"rank": 0, "exit": {"code": 0, "signal": None, "ts": 1.0}}
     stale = {"state": "stopping", "workers": [gone], "updated_ts": time.time() - 1}
     directory.change(run / rundir.SUPERVISOR, **stale)

@@ -51,7 +51,7 @@ class Told:
     first_step: int = 1
     jitter: float = 0.1
     others: dict[str, Any] = field(default_factory=dict)
-    """Changed figures of four more GPUs of the host; if empty, there are no more GPUs."""
+    """Changed figures of four more GPUs of the host; if empty, the host lacks these GPUs."""
     seconds: int = SECONDS
 
 

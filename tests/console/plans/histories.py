@@ -94,7 +94,7 @@ def result(found, **bounds):
 
 
 def killed_then_resumed(**figures):
-    """Returns two attempts: killed in step 26, and resumed from the checkpoint of step 20."""
+    """Returns two attempts: the first was killed in step 26, the second resumed after step 20."""
     first = attempt(1, range(1, 26), exit_code=None, **figures)
     return first, attempt(2, range(21, 31), loss_of=1, **figures)
 

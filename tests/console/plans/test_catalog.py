@@ -292,7 +292,7 @@ def test_a_phase_has_the_steps_that_its_gates_need(tmp_path, steps):
 
 
 def test_gates_on_the_attention_gate_need_its_statistics(tmp_path):
-    """With NSA_DISABLE_AUX_STATS=1, which the runbooks call mandatory, entropy_above is unknown."""
+    """NSA_DISABLE_AUX_STATS=1, which the runbooks call mandatory, makes entropy_above unknown."""
     bounds = {"entropy_above": 0.5, "collapse_below": {"bound": 1, "override": "why"}}
     phase = {"name": "one", "config": "configs/tiny_cpu.yaml", "gates": bounds}
     without = expected(tmp_path, phases=[phase | {"flags": {"NSA_DISABLE_AUX_STATS": "1"}}])

@@ -238,7 +238,7 @@ def long(rate: float, until: int = 140, **figures: float) -> Written:
 
 
 def test_a_gate_at_a_step_keeps_its_value_of_that_step():
-    """Later steps do not change the value; an attempt that repeats steps of the window does.
+    """Later steps do not change the value; repeated steps of the window change the value.
 
     `reached` leaves out a gate whose step is still to come.
     """

@@ -39,7 +39,7 @@ class Truth:
     attempts: int = 0
     norms: list[float] = field(default_factory=list)
     figures: Records = field(default_factory=list)
-    """The records of rank 0 of the surviving steps, in order."""
+    """The figures that rank 0 recorded in the surviving steps, in order."""
     memory: list[tuple[int, float]] = field(default_factory=list)
     """Step and memory of each record of a surviving step, for all ranks."""
     steps: int = 0

@@ -43,7 +43,7 @@ def row(name, *args, **more):
 
 
 def bare(root, gpus=0, nproc=2, host=None, **more):
-    """Returns a case without settings: its launch is in `root`, its host in `host` or `root`."""
+    """Returns a case without settings; `host`, or else `root`, has the files of its host."""
     phase = {"name": "one", "script": "x.py", "nproc": nproc, **more}
     given = plan.parse({"name": "mine", "gpus": gpus, "phases": [phase]}, "test")
     return Case(given, root / "launch", settings=({},), root=host or root)

@@ -71,8 +71,8 @@ def bands(series: Series, name: str) -> list[object]:
 class Disk:
     """Stands for the thread that writes a supervisor's files, and for the owner of the snapshot.
 
-    A job is executed immediately; while the disk `hangs`, jobs wait, until a job follows that does
-    not hang. No line is written while the disk `is_full`.
+    A job is executed immediately; jobs that wait while the disk `hangs` are executed with the first
+    job after that. No line is written while the disk `is_full`.
     """
 
     def __init__(self) -> None:
