@@ -180,9 +180,9 @@ class Started:
         return self.wait(lambda: (s := self.state(index)).get("state") in states and s, timeout_s)
 
     def wait_steps(self, count: int, index: int = 0, timeout_s: float = HANG_GUARD_S) -> None:
-        """Waits until the supervisor knows all ranks, and rank 0 has recorded `count` steps.
+        """Waits until the run is running with all ranks, and rank 0 has recorded `count` steps.
 
-        If the run has ended, its ranks need not be known.
+        A run that has ended need not have all ranks.
         """
 
         def known() -> bool:

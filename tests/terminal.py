@@ -144,8 +144,8 @@ class Terminal:
     def press_until(self, key: str, wanted: str) -> str:
         """Types a key repeatedly until the text is on the screen.
 
-        The program ignores more than 8 keys that it reads at once, because they may have been
-        pasted.
+        Outside of a field, the program ignores more than 8 characters that it reads at once,
+        because they may have been pasted.
         """
 
         def reached(shown: str) -> bool:

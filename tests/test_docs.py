@@ -213,7 +213,7 @@ def exists(word: str) -> bool:
     words = shlex.split(word)
     if name in flags.FLAGS:
         return not value or flags.parse(name, value) is not None
-    if words[0] == "nsa-console":  # the test of all commands parses it
+    if words[0] == "nsa-console":  # another test parses all commands
         return words[1] != "launch" or words[2] in catalog.files()
     if words[0] in ("torchrun", "python"):
         program = words.index("-m") + 1

@@ -138,7 +138,7 @@ def opened(path: Path) -> tuple[dict[str, bytes], dict]:
 
 @pytest.fixture
 def hostile(tmp_path) -> Path:
-    """A run with links, a FIFO, odd names, a secret, and files that are too large."""
+    """A launch with links, a FIFO, odd names, a secret, and files that are too large."""
     launch = directory.launch(tmp_path / "artifacts")
     run = directory.run(launch / "0-first", state="crashed")
     (tmp_path / "outside").mkdir()

@@ -201,7 +201,7 @@ def test_watching_returns_when_the_plan_waits_if_that_is_asked(launch, capsys):
 
 @pytest.fixture
 def ended_phase(launch, monkeypatch):
-    """The first phase of a launch, which completed; the second phase runs."""
+    """The completed first phase of a launch whose second phase runs; a sleep fails the test."""
     run = directory.completed(launch / "0-first", {}, [])
     directory.run(launch / "1-second")
     rundir.rank_log(run, 1, 0).parent.mkdir(parents=True)
@@ -230,7 +230,7 @@ def test_a_phase_has_ended_although_its_launch_continues(ended_phase, capsys, wo
 
 
 def test_a_phase_whose_end_is_not_in_supervisor_json_yet_has_not_ended(ended_phase):
-    """The event of the end is written before this document, without which the run is no go."""
+    """The event of the end is written first; without an end in supervisor.json, a run is no go."""
     run, gone = ended_phase, {"rank": 0, "exit": {"code": 0, "signal": None, "ts": 1.0}}
     stale = {"state": "stopping", "workers": [gone], "updated_ts": time.time() - 1}
     directory.change(run / rundir.SUPERVISOR, **stale)

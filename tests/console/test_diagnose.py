@@ -83,7 +83,7 @@ def test_the_bundle_of_a_live_run_has_its_verdict_and_its_stacks(stalled, tmp_pa
 
 
 def test_a_run_that_has_failed_is_not_healthy_while_its_launch_still_ends(tmp_path):
-    """A full disk delays the end of the launch; the ranks were dead and had no exit record."""
+    """A full disk delays the end of the launch; the ranks are dead and have no exit record."""
     path = directory.launch(tmp_path)
     why = "rank 1: checkpoint error at step 25 (code 15)"
     run = directory.run(path / "0-first", state="failed", why=why)

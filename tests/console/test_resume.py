@@ -196,7 +196,7 @@ def test_the_step_and_the_launch_from_which_a_phase_resumes_are_said(
 ):
     """If the launch itself resumed an older launch, its own `checkpoint.from_step` is not used.
 
-    Without another step, the step of the file `latest` is said only if the ranks would choose it.
+    The step of the file `latest` is said only if no other checkpoint is of a later step.
     """
     name, how, other = checkpoint.partition(" and ")
     name, how, _ = name.partition(" ")

@@ -223,7 +223,7 @@ def test_a_supervisor_that_holds_the_lock_with_its_token_takes_the_request(launc
 @pytest.mark.decision("target-supervisor", "lie")
 @pytest.mark.parametrize("action", ["halt", "stop", "dump", "note"])
 def test_documents_of_a_living_supervisor_in_a_copy_are_refused(launched, tmp_path, action):
-    """This is also true if the records of the copy are changed to name its own directory."""
+    """The copy is also refused if its records are changed to name its own directory."""
     with launched.stopped():  # so that no file is replaced during the copy
         copy = Path(shutil.copytree(launched.path, tmp_path / "copy"))
     args = {"text": "x"} if action == "note" else {}

@@ -60,7 +60,7 @@ def test_a_folder_that_cannot_be_read_is_an_error_that_names_the_variable(monkey
 
 
 def test_a_link_whose_target_is_missing_is_an_error(file):
-    """Without the disk of this file, a run would silently have no hook."""
+    """If the disk of this file is not mounted, a run must not start without its hook."""
     file.symlink_to("nowhere")
     with pytest.raises(UsageError, match=r"cannot read .*settings\.yaml: No such file"):
         settings_file.load()

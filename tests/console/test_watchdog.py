@@ -238,7 +238,7 @@ def test_nothing_is_written_through_a_link(run, tmp_path):
 
 
 def test_a_slow_run_of_the_legacy_system_is_no_stall_and_its_zero_gradient_none(tmp_path):
-    """Records come every 35 minutes, one rank writes none, and the gradient norm is always 0."""
+    """A record comes every 35 minutes, rank 1 records no progress, and the gradient norm is 0."""
     assert changes(directory.legacy(tmp_path / "slow", 35 * 60, 34 * 60)) == []
 
 

@@ -1,4 +1,4 @@
-"""Builds the library that makes calls on files fail, and says which of them do."""
+"""Builds the library that makes calls on files fail, and selects the calls that fail."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONTROL = struct.Struct("=6i32s256s")
 CHANGING = re.compile(r"(?<![A-Za-z])[0-9a-f]{8,}(?![A-Za-z])|\d+")
 """Numbers and random words that differ from run to run."""
 HANGS = "HANGS"
-"""Used as an error: every call on a file of the run directory waits."""
+"""Used as an error: while the control is armed, each call waits, except on live files."""
 SHORT = "SHORT"
 """Used as an error: a write writes only half of its data, and the next write gets ENOSPC."""
 FULL = ("create", "write", "sync", "mkdir", "rename", "allocate", "send")
@@ -34,7 +34,7 @@ NUMBERS: Mapping[str, tuple[str, ...]] = {
         "readdir",
     )
 }  # fmt: skip
-"""The errors of each call: EIO, and the errors of a full disk or a full table of files."""
+"""The errors of each call: EIO, those of a full disk or table of files, and half a write."""
 
 
 def build(folder: Path) -> Path:
@@ -82,7 +82,7 @@ def is_armed(control: Path) -> bool:
 
 
 def counts(control: Path) -> tuple[int, int]:
-    """Returns two values: the number of calls with this name and pattern, and of failures."""
+    """Returns the number of calls with the name and pattern in `control`, and of failures."""
     _, seen, failed, *_ = CONTROL.unpack(control.read_bytes())
     return seen, failed
 

@@ -17,7 +17,7 @@ HANGS_MS = 300_000
 
 
 def build(folder: Path) -> Path:
-    """Compiles libnvidia-ml.so.1 into `folder`."""
+    """Compiles libnvidia-ml.so.1 into `folder`, and writes gpus.txt with eight GPUs."""
     library = compiled(SOURCE, folder / "libnvidia-ml.so.1")
     write(folder)
     return library

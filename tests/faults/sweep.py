@@ -216,7 +216,7 @@ class Case:
                 until = time.monotonic() + END_S
 
     def left_behind(self, supervisor: subprocess.Popen[bytes]) -> Iterator[str]:
-        """Ends the processes that are left; yields a sentence on each of them."""
+        """Ends the processes that are left; yields a sentence on each, and on a wrong exit code."""
         code = supervisor.poll()
         if code is None:
             yield "the supervisor did not end"

@@ -1,7 +1,6 @@
 """Faults in a real trainer, one after the other, in one launch with a restart.
 
-`NSA_DRILL` causes two stalls and a kill at given steps; each test reads the records on one of
-them.
+`NSA_DRILL` causes two stalls and a kill at given steps; the tests read the records on them.
 """
 
 from __future__ import annotations

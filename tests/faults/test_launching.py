@@ -20,7 +20,7 @@ from trainers.contract import rundir
 from trainers.contract.errors import RefusedError
 
 MOMENTS = 6
-"""Number of steps at which `make test` kills a launch; `make faults` uses all steps."""
+"""`make test` kills a launch at about this number of steps, `make faults` at all steps."""
 
 LAUNCHER = """
 import os, signal, sys

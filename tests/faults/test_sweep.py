@@ -2,7 +2,8 @@
 
 A run without a failure shows the call sites: the name of a call, and a file in the launch or live
 directory. Each site then fails with EIO, and with ENOSPC, EMFILE or half a write if that can occur:
-at the first call, the second, the last, or all. `make test` runs a sample, `make faults` all cases.
+at the first call, the second, the last, or all. A later course repeats only some of the failures at
+the sites of the first course. `make test` runs a sample, `make faults` all cases.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def library(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def known(tmp_path_factory, library) -> frozenset[tuple[str, str]]:
-    """The call sites of the first course, in which all failures are injected."""
+    """The call sites of the first course; that course has all failures at these sites."""
     return frozenset(Sweep(COURSES[0], tmp_path_factory.mktemp("known") / "run", library).record())
 
 

@@ -132,7 +132,7 @@ def reference_gradients(
 
 
 def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """Checks that max|a - b| / max|b| of each tensor is within the tolerance of the dtype.
+    """Checks that max|a - b| / max|b| of each tensor is in the tolerance, apart from rounding.
 
     If the terms of a gradient nearly cancel, only rounding may be left of the gradient. The
     backward of attention subtracts dO·O from dO·V, and both have the rounding error of the largest

@@ -37,7 +37,7 @@ def nsa_layer(
     """Returns the results of `NSAttention(config)` with `params` (by name) for `x` `[B, S, dim]`.
 
     `selected` `[B, G, S, n]` replaces the reference's own choice of blocks; indices past the
-    last block are ignored. Gradients flow to `params` and `x` if these require gradients.
+    block of the query are ignored. Gradients flow to `params` and `x` if these require gradients.
     """
     params = {name: p.double() for name, p in params.items()}
     rows, picks, scores = [], {}, {}

@@ -94,7 +94,7 @@ def low_precision(dtype, route, seq_len, compress, gate):
 
 @cache
 def low_precision_oracle(dtype, seq_len, compress, gate, blocks):
-    """Returns the gradients of the reference; routes with the same `blocks` use the same result."""
+    """Returns output and gradients of the reference; equal `blocks` share one result."""
     layer, x, weight = low_precision(dtype, ROUTES[0], seq_len, compress, gate)
     return reference_gradients(layer, x, weight, layer.config, torch.tensor(blocks))[0]
 

@@ -67,7 +67,7 @@ def test_blocks_of_any_length_continue_a_sequence(route, config, seq_len, data):
 
 
 def test_a_cached_row_is_written_once():
-    """Most appends copy only new rows; a full buffer is replaced by a larger buffer."""
+    """Most appends copy only new rows; a full buffer is replaced by a new buffer."""
     rows, buffers = Rows(), set()
     for _ in range(1000):
         buffers.add(rows.append(torch.zeros(1, 2, 1, 4)).untyped_storage().data_ptr())

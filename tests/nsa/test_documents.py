@@ -13,7 +13,7 @@ from tests.nsa.cases import ROUTES, configs, model_config, routed
 from tests.nsa.test_attention import layer_and_input
 
 SHORT_AND_LONG = [1, 3, 1, 5, 40, 3]
-"""One token, shorter than a block (4), shorter than the window (6), and many tokens."""
+"""Lengths: one token, shorter than a block (4), shorter than the window (6), and many tokens."""
 
 
 def offsets(lengths):

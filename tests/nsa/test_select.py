@@ -121,7 +121,7 @@ def test_selected_attention_is_masked_softmax_over_several_tiles_of_the_kernel(a
 def test_many_tiles_of_a_block_equal_masked_attention(flash, may_wait, monkeypatch):
     """The blocks are selected unequally often and fill many tiles.
 
-    Without `may_wait`, as on a GPU, there are spare tiles, and each part may raise the reference.
+    Without `may_wait`, as on a GPU, there are spare tiles, and each part may rescale the sums.
     """
     monkeypatch.setattr("nsa.chunked._host_may_wait", lambda _: may_wait)
     monkeypatch.setattr("nsa.chunked.TILE_ROWS", 32)
@@ -161,7 +161,7 @@ def test_the_size_of_a_part_changes_no_bit(monkeypatch):
 
 @pytest.mark.parametrize("flash", [True, False])
 def test_scores_of_any_size_are_joined_over_the_parts(flash):
-    """Scores exceed 1,000, so their exponentials without a reference would overflow."""
+    """Scores exceed 1,000, so exp of a whole score would overflow."""
     torch.manual_seed(0)
     config = sparse(select_block_size=16, n_select=5)
     q, k, v, grad = torch.randn(4, 1, 1, 1100, 8)

@@ -1,6 +1,6 @@
 """A foreign DDP program (gloo, CPU) with one fault: `drilled_ddp.py FOLDER [OPTIONS]`.
 
-`FAULT=<mechanism>-<phase>@<step>:<rank>` in the environment, or the same in `FOLDER/fault`, names
+`FAULT=<mechanism>-<phase>@<step>:<rank>` in the environment, or this value in `FOLDER/fault`, names
 the fault; the rank `all` means every rank. The file `FOLDER/reached.RANK` has the unix time of the
 start of the fault. Another process uses `FOLDER` too; it injects faults from outside.
 """

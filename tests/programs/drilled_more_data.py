@@ -92,7 +92,7 @@ def pooled(samples: Dataset, size: int) -> Iterator[torch.Tensor]:
 
 
 def streamed(samples: Dataset, size: int) -> Iterator[torch.Tensor]:
-    """Yields batches that coroutines of a second thread read; the one of the fault never ends."""
+    """Yields batches that coroutines of a second thread read; at the fault, one never ends."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True).start()
 

@@ -81,7 +81,7 @@ def enter_result() -> None:
 
 
 def prepare_dataset() -> None:
-    filelock = importlib.import_module("filelock")  # of torch, and used by dataset libraries
+    filelock = importlib.import_module("filelock")  # torch and dataset libraries need it
     filelock.FileLock(folder / "dataset.use").acquire()
 
 

@@ -1,7 +1,8 @@
 """A contract process for the error sweep: `swept.py STEPS [MODE]`, ranks in lockstep.
 
-The parent of the launch directory has two more files. Rank 0 writes to `control` at step 3; then
-calls of the supervisor fail. Each rank appends a record of its end to `ends.jsonl`. The modes:
+The files that this text names are in the parent of the launch directory. Rank 0 writes to `control`
+at step 3; then calls of the supervisor fail. A rank that completes or halts appends a record to
+`ends.jsonl`. The modes:
 
 - `ask`: rank 0 sends requests; at the end, the ranks wait for the answers, at most `ANSWERED_S`;
 - `halt`: rank 0 requests a halt;

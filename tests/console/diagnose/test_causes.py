@@ -1,4 +1,4 @@
-"""The cause of a stall from its evidence: the rules, the named ranks and the confidence."""
+"""The cause, the named rank and the confidence that the evidence on a stall gives."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_a_queue_that_the_thread_of_the_data_does_not_fill_is_a_data_loader(
     "ill", [{"state": "T"}, {"state": "t"}, {"frozen": True}, {"state": "D"}, {"state": "Z"}]
 )
 def test_a_process_that_cannot_run_is_sure_where_all_others_wait_and_it_cannot_answer(ill):
-    """The process writes no dump, and its program does not report the phases."""
+    """In `found`, rank 3 has no dump; no rank reports the phases of a step."""
     ranks = alike("step")
     process = {3: replace(IDLE, **ill)}
     found = four((11, 11, 11, None), (PEERS, PEERS, PEERS, None), after=process)
@@ -252,7 +252,7 @@ def test_the_next_step_says_that_py_spy_is_not_installed(lacks):
 
 @pytest.mark.parametrize("odd", ["barrier", "reduce"])
 def test_of_two_ranks_the_one_that_leaves_the_usual_calls_is_named_in_its_own_phase(odd):
-    """A rank that skips a call is ahead of the other rank, and may be in a later phase."""
+    """Rank 1 is in a later phase than rank 0, as after a skipped call."""
     found = replace(
         evidence(), flights={0: called(0, "all_gather"), 1: called(1, odd)},
         stacks={0: stack(0, *GATHER), 1: stack(1, *PEERS)},

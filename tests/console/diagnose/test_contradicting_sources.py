@@ -97,7 +97,7 @@ def test_any_evidence_gives_a_verdict_and_less_of_it_never_more_confidence(
 
 
 STATES = [*"RSDTt"]
-"""States without those of an ended process: an end that a pidfd shows is a fact."""
+"""States of live processes; no source falsely reports that a process has ended."""
 BUSY = working(25.0)[0]
 TRUTHS = {
     "sleep": ((OWN,), ASLEEP), "busy": ((OWN,), BUSY), "stopped": (None, replace(IDLE, state="T")),
@@ -128,7 +128,7 @@ def drawn_flight(draw, number):
 
 @st.composite
 def one_source_lies(draw):
-    """Returns a name, the rank with the fault or None for all, the evidence, and the ranks."""
+    """Returns a name, the faulty rank (None: all ranks), the evidence and the ranks."""
     name, world = draw(st.sampled_from(sorted(TRUTHS))), draw(st.integers(2, 4))
     guilty = draw(st.integers(0, world - 1))
     lies = draw(st.sampled_from(["flights", "stacks", "processes", "pulses", "nothing"]))

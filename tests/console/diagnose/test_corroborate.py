@@ -1,4 +1,4 @@
-"""A strong action needs a second source that confirms it; otherwise it is withheld."""
+"""The second source that a strong action or a verdict of high confidence needs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ decision = pytest.mark.decision
 
 
 def changes(make, rule, seconds=200):
-    """Returns the kind and the text of each change of one rule that halts; one update a second."""
+    """Updates a watchdog once a second; returns kind and text of each change of the rule."""
     dog = Watchdog(WATCH, {rule: "halt"})
     found = []
     for second in range(1, seconds):

@@ -79,7 +79,7 @@ def test_a_computation_in_other_threads_says_nothing_about_the_main_thread():
 
 def test_a_rank_whose_native_code_holds_the_gil_is_sure_where_all_others_wait():
     found = four((11, 11, 11, None), after={3: IDLE})
-    for frame, sure in ((OWN, "high"), (PEERS[0], "medium")):  # it may be late
+    for frame, sure in ((OWN, "high"), (PEERS[0], "medium")):  # the rank may only be late
         stacks = {**found.stacks, 3: of_main_only(3, frame, OWN)}
         expect(replace(found, stacks=stacks), alike("step"), "native", 3, sure)
 

@@ -1,4 +1,4 @@
-"""The watch rules on GPUs: a fault is reported with its GPU, and again when it changes."""
+"""The watch rules on GPUs: which changes are reported, when, and with which text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GPU = Gpu(0, "A100", "ok", mem_used_mib=100.0, mem_total_mib=1000.0, ecc_uncorre
 
 
 def gpu_texts(*moments: tuple[Gpu, ...], began=0):
-    """Returns second, kind and text of each change of the GPU rules; one moment for each second."""
+    """Updates a watchdog with one moment a second; returns second, kind and text of each change."""
     dog, found = Watchdog(Watch()), []
     for second, moment in enumerate(moments, began):
         changes = dog.update(Readings(mono=second, ts=1e9 + second, gpus=moment))

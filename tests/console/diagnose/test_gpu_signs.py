@@ -36,7 +36,7 @@ ALL_OWN = {0: stack(0, OWN), 1: stack(1, OWN)}
 
 
 def alone(gpus, process=BUSY):
-    """Returns the evidence of one rank that uses a core in one line of its own code."""
+    """Returns the evidence of one rank, which uses a core and has its own code in its stack."""
     return Evidence(
         {0: process}, {0: replace(process, cpu_ticks=300, mono=2.0)}, {0: stack(0, OWN)},
         gpus={} if gpus is None else {0: gpus},
@@ -95,7 +95,7 @@ def test_the_rank_whose_gpu_computes_while_the_others_spin_is_named():
 
 
 def test_a_gpu_without_figures_is_at_most_low_and_no_endless_loop():
-    """Rank 1 is named although its GPU has no utilisation, as with MIG or WSL."""
+    """The GPU of rank 1 has no utilisation, as with MIG, or is not known, as with WSL."""
     unknown = replace(SPINS, util_pct=None)
     for rows in ((unknown,), ()):
         evidence = replace(pair(SPINS, SPINS), gpus={0: (SPINS,), 1: rows})
@@ -157,7 +157,7 @@ def test_a_rank_without_a_device_file_uses_no_gpu():
 
 
 def test_different_gpus_are_known_only_in_the_order_of_their_bus():
-    """A training by hand has CUDA's own order, which puts the fastest GPU first."""
+    """CUDA's default order puts the fastest GPU first."""
     rows = (*FOUR[:3], replace(FOUR[3], name="a small GPU"))
     for variables, index in (({"PATH": "/"}, []), ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, [0])):
         assert [row.index for row in own_gpus({0: ALL}, {0: variables}, rows)[0]] == index

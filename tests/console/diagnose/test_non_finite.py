@@ -1,4 +1,4 @@
-"""The watch rule `non_finite`: steps with a non-finite loss or gradient are reported."""
+"""The watch rule `non_finite`; the last test is about `loader_slow`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_an_overflow_is_reported_unless_it_only_lowers_the_loss_scale():
 
 
 def test_an_action_needs_records_that_are_not_finite_now():
-    """An earlier step keeps the alert raised, but neither halts the run nor withholds a halt."""
+    """An earlier non-finite step keeps the alert raised, but leads to no action."""
     run = Run(action="halt")
     kinds = [kind for kind, _ in run.poll(record(10, **NAN), record(11))]
     assert kinds == ["raise"]
@@ -100,7 +100,7 @@ def test_an_action_needs_three_times_the_time_of_the_rule(since, acts_at):
 
 
 def test_the_share_of_fetch_is_that_of_all_records_since_the_last_poll():
-    """With many steps a second, the newest record alone would change from poll to poll."""
+    """With many steps a second, the share in the newest record changes from poll to poll."""
     dog, kinds = Watchdog(Watch()), []
     for second in range(200):
         shares = (0.9, 0.9, 0.1) if second % 5 else (0.9, 0.1, 0.9)

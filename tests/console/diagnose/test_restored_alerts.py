@@ -1,4 +1,4 @@
-"""An alert of a former working process stays open until the new process measures a good value.
+"""Most alerts of a former working process stay open until the new one measures good values.
 
 `non_finite` and `dead_parameters` stay open even then.
 """
@@ -28,7 +28,7 @@ class Run:
         self.dog.restore(raised)
 
     def poll(self, *records: dict, gpu: Gpu = GPU, seconds: int = 1, **more) -> list[str]:
-        """Returns the rules that these records of the next steps clear, one record a second."""
+        """Reads one record a second, or none for `seconds`; returns the rules that are cleared."""
         cleared = []
         for each in records or [None] * seconds:
             self.second += 1

@@ -1,6 +1,6 @@
-"""The class of a stack names the object that a rank waits for.
+"""The class of a stack: its own code, or the kind of object that the rank waits for.
 
-The stacks are dumps of `tests/programs/blocked.py`, which `record_stacks` wrote.
+The recorded stacks are dumps of `tests/programs/blocked.py`; `record_stacks` wrote them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BLOCKED = {
     "future": ("thread", "future", "waits for another thread"),
     "native": ("native", "native", f"{GIL}, in blocked.py:133 native"),
 }
-"""Kind, function of the own frame and text of rank 1."""
+"""For each case: the kind, the function of the own frame and the text of the stack of rank 1."""
 
 
 def recorded(name: str, rank: int) -> Stack:

@@ -1,4 +1,4 @@
-"""Ranks that stall before their first step, because a rank has not joined."""
+"""Stalls before the first step, in which some or all ranks have not joined."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ JOINS = collective("_new_process_group_helper")[0]
 
 
 def test_ranks_that_all_wait_to_join_have_not_started_and_none_is_blamed():
-    """This happens, for example, if a rank expects more ranks than there are."""
+    """For example, a rank expects more ranks than there are."""
     found = Evidence(
         dict.fromkeys((0, 1), IDLE), dict.fromkeys((0, 1), replace(IDLE, mono=2.0)),
         {n: stack(n, JOINS, OWN) for n in (0, 1)},

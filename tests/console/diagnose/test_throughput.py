@@ -1,4 +1,4 @@
-"""The watch rule `throughput_drop`, and rules on records while no new record comes."""
+"""The rules `throughput_drop` and `loader_slow`, and rules on records while no record comes."""
 
 from __future__ import annotations
 

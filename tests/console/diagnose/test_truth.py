@@ -1,4 +1,4 @@
-"""The truth checks: a fault raises only the alert of its check, and healthy runs raise none."""
+"""The truth checks: a fault raises only its own alert; healthy runs raise no such alert."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Change = Callable[[dict[str, Any]], object]
 
 @dataclass
 class Told:
-    """A run: a change of each of its records, and values of its documents and GPUs."""
+    """The records, documents and GPUs of a run, as changes of those of a healthy run."""
 
     record: Change = lambda record: None
     settings: dict[str, Any] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Told:
     first_step: int = 1
     jitter: float = 0.1
     others: dict[str, Any] = field(default_factory=dict)
-    """Figures of four more GPUs of the host."""
+    """Changed figures of four more GPUs of the host; if empty, the host lacks these GPUs."""
     seconds: int = SECONDS
 
 
@@ -113,7 +113,7 @@ def each(**fields: Any) -> Change:
 
 
 def slow(ranks: set[int], phase: str, times: float) -> Change:
-    """Returns a change: `ranks` are slower in `phase`, and the others as much in backward."""
+    """Returns a change that adds the same time to `phase` on `ranks` and to backward on others."""
 
     def change(record: dict[str, Any]) -> None:
         excess = 0.3 * (times - 1)
@@ -190,7 +190,7 @@ def test_a_fault_raises_its_own_alert_only(name):
     found = alerts(told)
     assert list(found) == [name]
     assert words in found[name]
-    assert ": " in found[name] or "; " in found[name]  # the text after this says what to do
+    assert ": " in found[name] or "; " in found[name]  # what to do follows
 
 
 FOREIGN = dict.fromkeys(SETTINGS)

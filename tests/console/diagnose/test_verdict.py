@@ -1,4 +1,4 @@
-"""The verdict on a stalled run, from the evidence about its ranks alone."""
+"""The verdict on a stalled run from positions and process states, without stacks."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def gpus(**fields):
 
 
 SETTINGS: dict[str, float] = {}
-"""The settings of the run in `CASES`, for a rule that reads a setting."""
+"""The settings of the run in `CASES`; a new rule that reads a setting needs an entry here."""
 WELL = {"loss": 2.0, "grad_norm": 1.0, "gate_entropy_mean": 0.8, "toks_per_s": 1000.0}
 WELL_S, SICK_S, RECOVERY_S = 200, 500, 1200
 CASES = {
@@ -98,7 +98,7 @@ CASES = {
     "ecc": (gpus(ecc_uncorrected=4), None, gpus()),
     "clock": (fixed(newest_ts=5e9), None, fixed(newest_ts=1.0)),
 }  # fmt: skip
-"""For each rule, three functions that make readings, or None.
+"""For each rule that is no truth check, three functions that make readings, or None.
 
 The first readings raise the rule, the second neither raise nor clear it, and the third clear it.
 Without third readings, the rule stays raised until the attempt ends.

@@ -14,7 +14,7 @@ GPUS = ("gpu_util_above_pct", "gpu_balance_below_pct")
 
 
 class Extras:
-    """Draws these figures step by step, and stores the true values."""
+    """Draws these figures of a random history, and stores the true values."""
 
     def __init__(self, rng: random.Random, kind: str, world: int):
         self.rng, self.kind, self.world = rng, kind, world
@@ -63,7 +63,7 @@ class Extras:
         })  # fmt: skip
 
     def record(self, step: int, rank: int, toks_per_s: float, mib: float) -> Record:
-        """Returns the figures of a progress record of a rank."""
+        """Returns the figures of a progress record of a rank, and stores the true values."""
         self.memory[rank].append((step, mib))
         found: Record = {"steps_dt_s": self.times, "dt_fetch_s": self.rng.random()}
         self.fetches.append(found["dt_fetch_s"])
@@ -82,7 +82,7 @@ class Extras:
         return found
 
     def finish(self, stepped: int, has_hook: bool) -> None:
-        """Counts the hooks of the `stepped` ranks, which may have stepped in this attempt."""
+        """Counts the hooks of an attempt in which `stepped` ranks may have stepped."""
         self.unknown_hooks += 0 if has_hook else stepped
         self.unhooked += stepped if has_hook and self.hook == "none" else 0
         self.hooked += stepped
@@ -95,7 +95,7 @@ class Extras:
         )
 
     def growth(self) -> float | None:
-        """Returns the largest growth of a rank: its peak, minus its peak in the first half."""
+        """Returns the largest growth of a rank (its peak minus that of the first half), or None."""
         half, found = self.reached // 2, []
         for each in self.memory.values():
             early = [value for step, value in each if step <= half]
@@ -105,7 +105,7 @@ class Extras:
         return max(found)
 
     def values(self) -> dict[str, Any]:
-        """Returns the true values of these gates; None for a gate without a value."""
+        """Returns the true values of gates on these figures; None for a gate without a value."""
         rows = self.rows[-50:]
         last = rows[-1][0] if rows else 0
         whole = len(rows) == 50 and self.reached - last <= 1

@@ -57,9 +57,10 @@ class Written:
 def attempt(
     number: int, steps: range, rank: int = 0, exit_code: int | None = 0, **figures: Any
 ) -> Written:
-    """Returns the records of an attempt: of its start, of each step, and of its end.
+    """Returns the records of a rank in an attempt: of the start, of each step, and of the exit.
 
-    If `steps` starts after step 1, the attempt has resumed. None as `exit_code` stands for a kill.
+    If `steps` starts after step 1, the attempt has resumed. With None as `exit_code`, the rank was
+    killed, and there is no exit record.
     """
     written = Written(rank, number)
     written.add("loader_ready", 0, comm_hook="bf16")
@@ -73,7 +74,7 @@ def attempt(
 
 
 def summed(*written: Written, **counted: int) -> Summary:
-    """Returns the sums of the records; unless `counted` differs, the supervisor saw no stall."""
+    """Returns the sums of the records, by default without a stall; `counted` changes counts."""
     newest = max((each.attempt for each in written), default=1)
     world = max((each.rank for each in written), default=0) + 1
     summary = Summary(**{"world": world, "attempts": newest, "stalls": 0} | counted)
@@ -93,7 +94,7 @@ def result(found, **bounds):
 
 
 def killed_then_resumed(**figures):
-    """Returns two attempts: killed in step 26, and resumed from the checkpoint of step 20."""
+    """Returns two attempts: the first was killed in step 26, the second resumed after step 20."""
     first = attempt(1, range(1, 26), exit_code=None, **figures)
     return first, attempt(2, range(21, 31), loss_of=1, **figures)
 

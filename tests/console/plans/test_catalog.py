@@ -186,7 +186,7 @@ SHELL_CASES = [
 
 @pytest.fixture
 def bare(monkeypatch):
-    """A shell without variables that set a flag or a library."""
+    """A shell without `CONFIG`, without flags, and without variables of libraries."""
     flagged = (n for n in os.environ if n in FLAGS or n.startswith(host_checks.LIBRARIES))
     for name in ["CONFIG", *flagged]:
         monkeypatch.delenv(name, raising=False)
@@ -292,7 +292,7 @@ def test_a_phase_has_the_steps_that_its_gates_need(tmp_path, steps):
 
 
 def test_gates_on_the_attention_gate_need_its_statistics(tmp_path):
-    """The runbooks call NSA_DISABLE_AUX_STATS=1 mandatory; these gates would end the plan."""
+    """NSA_DISABLE_AUX_STATS=1, which the runbooks call mandatory, makes entropy_above unknown."""
     bounds = {"entropy_above": 0.5, "collapse_below": {"bound": 1, "override": "why"}}
     phase = {"name": "one", "config": "configs/tiny_cpu.yaml", "gates": bounds}
     without = expected(tmp_path, phases=[phase | {"flags": {"NSA_DISABLE_AUX_STATS": "1"}}])

@@ -27,9 +27,9 @@ from trainers.contract.errors import UsageError
 
 
 def summary(*records, **counted):
-    """Returns the sums of an attempt with one record per step of rank 0.
+    """Returns the sums of an attempt; the first record is of step 1, the next of step 2.
 
-    A record with the key `rank` is of that rank.
+    A record with the key `rank` is of that rank, and each other record of rank 0.
     """
     ranks = {0: Written(0)} | {r["rank"]: Written(r["rank"]) for r in records if "rank" in r}
     for step, record in enumerate(records, start=1):
@@ -138,7 +138,7 @@ PLANTED = {
     "fetch_below_s": ("one", {"dt_fetch_s": 6.0}),
     "comm_hook_active": ("start", {"comm_hook": "none"}),
 }
-"""By gate: the records that get a fault, and the figures of these records."""
+"""For each gate: the records that get a fault, and their faulty figures."""
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -238,9 +238,9 @@ def long(rate: float, until: int = 140, **figures: float) -> Written:
 
 
 def test_a_gate_at_a_step_keeps_its_value_of_that_step():
-    """Later steps do not change the value, unless an attempt repeats steps before that step.
+    """Later steps do not change the value; repeated steps of the window change the value.
 
-    Before that step there is no result.
+    `reached` leaves out a gate whose step is still to come.
     """
     bounds = {"toks_per_s_50_above": {"bound": 50, "at": [100, 500]}}
     written = long(1.0)

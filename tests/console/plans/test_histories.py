@@ -1,7 +1,7 @@
 """No gate passes over the damaged records of a random history if the true value breaks its bound.
 
-A history is built from random steps, with the files that its processes would write. Then the files,
-the pulses and the counts are damaged.
+A history is built from random steps, with the records that its processes would write. The second
+test damages records, pulses, counts, samples and the files of gates.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Truth:
     attempts: int = 0
     norms: list[float] = field(default_factory=list)
     figures: Records = field(default_factory=list)
-    """The records of rank 0 of the surviving steps, in order."""
+    """The figures that rank 0 recorded in the surviving steps, in order."""
     memory: list[tuple[int, float]] = field(default_factory=list)
-    """Step and memory in the records of all ranks, of the surviving steps."""
+    """Step and memory of each record of a surviving step, for all ranks."""
     steps: int = 0
     is_known: bool = False
-    """True if a record shows of some step whether its loss was finite."""
+    """True if a progress record shows whether the loss of some step was finite."""
     completed: bool = False
     extras: Extras = field(default_factory=lambda: Extras(random.Random(0), "ours", 1))
 
@@ -74,7 +74,7 @@ class Truth:
 
 @dataclass
 class Remains:
-    """The records of each rank, the last pulses and the counts that a history leaves."""
+    """The records of each rank, last pulses, counts, samples and files that a history leaves."""
 
     records: dict[int, Records]
     ends: list[tuple[int, int, Pulse | None]] = field(default_factory=list)
@@ -87,8 +87,8 @@ class Remains:
 class History:
     """Draws the attempts of a program of one `kind`.
 
-    A program of the kind "ours" records every few steps, and the step from which it resumed. The
-    other kinds record each step. A "plain" program does not count non-finite steps.
+    A program of the kind "ours" may leave out steps, and records the step from which it resumed.
+    The other kinds record each step. A "plain" program does not count non-finite steps.
     """
 
     def __init__(self, rng: random.Random):
@@ -106,7 +106,7 @@ class History:
         self.left.samples, self.left.files = self.extras.samples, self.extras.files()
 
     def attempt(self, number: int, resumed: int, last: bool) -> int:
-        """Adds an attempt of some steps after `resumed`; returns the number of surviving steps."""
+        """Adds an attempt that starts after step `resumed`; returns the last surviving step."""
         rng, truth = self.rng, self.truth
         truth.attempts += 1
         truth.stalls += rng.random() < 0.15
@@ -191,7 +191,7 @@ class History:
     def finish(
         self, ranks: list[Written], number: int, step: int, count: int, end: str, bad: int
     ) -> None:
-        """Ends the ranks. A rank that is killed or fails is in the step after its last step."""
+        """Ends the ranks. If a rank is killed or fails after a step, it is in the next step."""
         counted = -1 if self.kind == "plain" else bad
         figures = {} if self.kind == "plain" else {"nonfinite_loss_steps": bad}
         at = step if end == "done" or not count else step + 1
@@ -253,7 +253,7 @@ HARMFUL = {
 
 
 def damage_samples(rng: random.Random, left: Remains) -> None:
-    """Drops, delays or falsifies samples, and may change what the files of gates show."""
+    """May drop, delay or falsify samples, and may change what the files of gates show."""
     samples, files = list(left.samples), left.files
     for _ in range(rng.choice((0, 1, 1, 3))):
         if samples:
@@ -274,7 +274,7 @@ def damage_samples(rng: random.Random, left: Remains) -> None:
 
 
 def read(folder: Path, left: Remains, files: dict[int, bytes], rng: random.Random) -> Summary:
-    """Reads the files in small portions, in a random order."""
+    """Returns the sums of what is left; reads the files in small portions, in a random order."""
     summary = Summary(len(files), left.attempts, left.stalls)
     tails = {}
     for rank, data in files.items():
@@ -297,7 +297,7 @@ def read(folder: Path, left: Remains, files: dict[int, bytes], rng: random.Rando
 
 
 def bounds_around(rng: random.Random, values: dict[str, float | None]) -> dict[str, Any]:
-    """Returns bounds equal to the true values or close to them."""
+    """Returns for each gate True, or a number that is equal or close to the true value."""
     found: dict[str, Any] = {name: True for name, r in gates.RULES.items() if r.bound == "yes"}
     for name, value in values.items():
         step = 1 if gates.RULES[name].unit in ("steps", "stalls", "restarts", "MiB") else 1e-6

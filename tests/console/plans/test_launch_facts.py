@@ -1,4 +1,4 @@
-"""The facts about the training that a plan would start."""
+"""The facts about the training that a plan would start, and the entries that can be chosen."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Launch:
         return child
 
     def found(self, child: subprocess.Popen[bytes]) -> tuple[list[leftovers.Leftover], str]:
-        """Returns the child as a list of leftovers, or [] and the sentence on the child."""
+        """Returns the child as a list of leftovers (or []), and the sentence on it (or "")."""
         mine, others = leftovers.find()
         said = [text for text in others if text.startswith(f"pid {child.pid} ")]
         return [each for each in mine if each.handle.pid == child.pid], "; ".join(said)
@@ -85,7 +85,7 @@ def test_a_trainer_of_a_dead_supervisor_is_ended(launch, monkeypatch, kind, code
 
 
 def take_lock(it: Launch) -> None:
-    """Takes the lock of the launch, as an adopting supervisor does."""
+    """Locks the launch, as an adopting supervisor does."""
     it.lock = (it.run.parent / rundir.LOCK).open("w")
     fcntl.flock(it.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -115,7 +115,7 @@ def test_a_source_that_contradicts_protects_the_process_also_after_it_was_listed
     listed, _ = launch.found(child)
     change(launch)
     mine, said = launch.found(child)
-    # The trainer of a run that was adopted is no longer listed.
+    # There is no sentence on the trainer of a run that was adopted.
     assert (mine, change is take_lock if not said else text in said) == ([], True), said
     (sentence,) = leftovers.end(listed)
     assert text in sentence

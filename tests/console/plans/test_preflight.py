@@ -38,12 +38,12 @@ def prepared(folder, sets=None, assume="", phase=None, root=None, **document):
 
 
 def row(name, *args, **more):
-    """Returns result and text of one row for a plan of one phase at toy size."""
+    """Returns result and text of one row for a plan of one phase, by default at toy size."""
     return next((c.result, c.text) for c in prepared(*args, **more).checks if c.name == name)
 
 
 def bare(root, gpus=0, nproc=2, host=None, **more):
-    """Returns a case without settings, whose files lie below `root`."""
+    """Returns a case without settings; `host`, or else `root`, has the files of its host."""
     phase = {"name": "one", "script": "x.py", "nproc": nproc, **more}
     given = plan.parse({"name": "mine", "gpus": gpus, "phases": [phase]}, "test")
     return Case(given, root / "launch", settings=({},), root=host or root)
@@ -121,7 +121,7 @@ def test_free_space_that_the_file_system_does_not_report_is_a_warning(tmp_path, 
     def refuse(_: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(os, "statvfs", refuse)  # some network file systems refuse it
+    monkeypatch.setattr(os, "statvfs", refuse)  # as some network file systems do
     result, text = config_checks.disk(bare(tmp_path))
     assert (result, "(Input/output error); the launch needs 1.0 GiB" in text) == ("unknown", True)
     assert config_checks.directory(bare(tmp_path))[0] == "pass"
@@ -331,7 +331,7 @@ def test_code_that_no_commit_holds_is_a_warning_for_a_plan_on_gpus(
     ("needs", "result"), [(preflight.DATA, "fail"), (preflight.PROCESSES, "unknown")]
 )
 def test_a_row_that_hangs_is_said_soon_and_fails_alone(tmp_path, monkeypatch, needs, result):
-    """A read of a process in state D may never return, so such a row only warns."""
+    """A read of a process in state D may never return, so a row about processes only warns."""
     end = threading.Event()
     hanging = preflight.Row("stuck", lambda case: (end.wait(600), ("pass", ""))[1], needs)
     monkeypatch.setattr(preflight, "TABLE", (*preflight.TABLE[:1], hanging))

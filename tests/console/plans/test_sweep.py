@@ -123,7 +123,7 @@ def test_variants_that_differ_in_more_than_the_variable_are_not_compared(
 
 
 def test_variants_that_were_all_trained_with_the_same_value_are_not_compared() -> None:
-    """For example, because an operator set the flag for all later phases."""
+    """For example, an operator has set the flag for all later phases."""
     first, other = (variant(x, [1.0] * 8, {"ddp.bucket_mb": x}) for x in ("25", "50"))
     runs = tuple(replace(run, facts={**run.facts, "ddp.bucket_mb": 25}) for run in other.runs)
     first = replace(first, runs=runs)

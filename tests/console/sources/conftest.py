@@ -39,7 +39,7 @@ def shared_memory() -> Iterator[Path]:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Starts Python programs; after the test, kills them and their process groups."""
+    """Starts Python programs; after the test, kills the process groups of those that remain."""
     started: list[subprocess.Popen[bytes]] = []
 
     def run(program: str, *arguments: object) -> subprocess.Popen[bytes]:

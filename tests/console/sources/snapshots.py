@@ -1,4 +1,4 @@
-"""Writes snapshots as a supervisor does, and compares their state with that of all records."""
+"""Writes snapshots as a supervisor does, and compares a snapshot with all records."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def told(state: RunState):
 
 
 def same_state(run: Path) -> None:
-    """Compares the state from a snapshot with that from all records, under a live supervisor."""
+    """Asserts that state, charts and gates from a snapshot equal those from all records."""
     directory.change(run / rundir.SUPERVISOR, updated_ts=time.time())
     whole, recent, drawn = (RunSource(run, reads=each) for each in ("all", "recent", "charts"))
     expected = told(whole.poll())
     found = told(recent.poll())
-    has_snapshot = RunRecords(run, "recent").has_snapshot  # else reading may begin at a part
+    has_snapshot = RunRecords(run, "recent").has_snapshot  # else, only the ends are read
     assert found == expected or not has_snapshot
     drawn.poll()
     assert told(drawn.poll()) == expected
@@ -71,8 +71,8 @@ def bands(series: Series, name: str) -> list[object]:
 class Disk:
     """Stands for the thread that writes a supervisor's files, and for the owner of the snapshot.
 
-    A job is executed immediately, or waits while the disk `hangs`. No line is written while the
-    disk `is_full`.
+    A job is executed immediately; jobs that wait while the disk `hangs` are executed with the first
+    job after that. No line is written while the disk `is_full`.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class Disk:
 class Observer:
     """Reads the new records of a run and writes its snapshot, as a working process does.
 
-    A new observer starts at the existing snapshot, as a new working process does.
+    It starts at `held` or at the existing snapshot, as a new working process does.
     """
 
     def __init__(self, run: Path, held: dict[str, Any] | None = None):

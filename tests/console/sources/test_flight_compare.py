@@ -1,7 +1,7 @@
 """The comparison of the flight records of ranks: which rank differs, in which call.
 
 The files in `flight/` have the documents that torch 2.13 with gloo wrote, by rank; fields that
-nothing reads are left out. Each file is from a program of three ranks; its name is that of a case.
+nothing reads are left out. Each file is from a program of three ranks, and has the name of a case.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ STUCK = {
         "mismatch", (1,), None,
     ),
 }  # fmt: skip
-"""By name: the calls of the ranks, the number of ranks, and the difference that is found."""
+"""For each case: the calls of the ranks, the number of ranks, and the difference."""
 
 
 @pytest.mark.parametrize("name", STUCK)

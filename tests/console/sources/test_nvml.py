@@ -236,7 +236,7 @@ def test_a_library_and_then_a_driver_that_come_late_are_found(machine):
 
 @pytest.mark.parametrize(("listed", "count"), [(0, 1), (4, 4)])
 def test_nvml_that_cannot_be_initialised_is_an_error_of_each_gpu(machine, listed, count):
-    """The number of GPUs comes from the kernel driver's list; without a GPU in it, it is one."""
+    """The list of the kernel's driver has the number of GPUs; an empty list counts as one GPU."""
     machine.install()
     fake.kernel(machine.root, listed)
     fake.driver(machine.folder, init=999)

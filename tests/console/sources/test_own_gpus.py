@@ -58,7 +58,7 @@ def test_the_gpus_of_the_ranks_are_known_from_run_json(run, gpus, own):
 
 
 def test_a_sample_has_only_the_gpus_of_the_ranks():
-    """So the watch rules, the gates and the charts never use the GPU of another job."""
+    """The watch rules read the GPUs of the sampler; gates and charts read those of samples."""
     nvml: Any = SimpleNamespace(rows=lambda: FOUR)
     for device, own in (("cpu", []), ("cuda", [0, 1])):
         sampler = Sampler(nvml, lambda _: None, partial(ranks.own_gpus, run_json(device)))

@@ -24,7 +24,7 @@ def take(head, step, at, mono, ts):
 
 
 def told(steps, step_s, boot_s=10.0):
-    """Returns the head of a rank that records these steps, each of which takes `step_s`."""
+    """Returns the latest records of a rank that records these steps; a step takes `step_s`."""
     head = LatestRecords(pace=Pace())
     for step in (0, *steps):
         at = boot_s * (step > 0) + step * step_s

@@ -38,7 +38,7 @@ def test_a_snapshot_with_later_records_gives_the_state_of_all_records(tmp_path_f
         if rng.random() < 0.1:
             observer.write()
         if rng.random() < 0.03:
-            observer = Observer(run)  # the supervisor's process was replaced
+            observer = Observer(run)  # the working process was replaced
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_records, "SHORT_BYTES", 0)
         same_state(run)

@@ -57,7 +57,7 @@ def test_records_of_the_next_attempt_count_once_supervisor_json_names_it(launch)
 
 
 def test_a_pulse_with_an_earlier_step_than_the_records_is_not_shown(launch, run, shared_memory):
-    """A copy may have replaced the file; the supervisor's sample is of the true pulse."""
+    """A copy may have replaced the pulse; the supervisor's sample is of the true pulse."""
     PulseWriter(rundir.pulse(shared_memory, 0), 0).set(42, "forward")
     directory.run(run, live_dir=str(shared_memory))
     sampled = {"step": 377, "phase": "backward", "since_s": 0.1}

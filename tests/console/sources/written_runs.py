@@ -15,7 +15,7 @@ from trainers.contract import rundir
 
 
 def is_used(run: Path) -> bool:
-    """Returns whether a reader of the run starts at its snapshot."""
+    """Returns whether a reader starts at the snapshot of the run."""
     return RunRecords(run, "recent").has_snapshot
 
 
@@ -83,7 +83,7 @@ class Writer:
             self.beat("resume")
 
     def part(self) -> None:
-        """Renames the sample file to a part, as the supervisor does; may compress the part."""
+        """Sometimes renames the sample file to a part, and may compress the part."""
         path = self.run / "samples_here.jsonl"
         if not path.exists() or self.rng.random() < 0.5:
             return

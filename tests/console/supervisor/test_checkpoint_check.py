@@ -22,7 +22,7 @@ from trainers.contract import rundir
 
 FINE = "echo some line; echo fine"
 WAITS = 'while [ ! -e "{}" ]; do sleep 0.02; done; '
-"""The start of a script that waits for a file; the test creates the file when it is ready."""
+"""The start of a script that waits for a file, which the test creates later."""
 
 
 class Trial:

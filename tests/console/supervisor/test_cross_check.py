@@ -331,7 +331,7 @@ def test_what_one_file_alone_says_ends_nothing_at_a_take_over(begin, tmp_path):
 
 @pytest.mark.parametrize("asked", ["stop requested by x", ""])
 def test_without_run_json_no_second_attempt_starts_beside_living_ranks(begin, tmp_path, asked):
-    """Once the ranks have ended, the plan ends if this was requested; else the phase starts."""
+    """Once the ranks have ended, the plan ends if a stop was requested; else the phase starts."""
     started = begin(
         phase("one", "member.py", 100_000, "until", tmp_path / "go"), phase("two", "member.py", 5),
         shell=STUB,
@@ -358,7 +358,7 @@ def test_without_run_json_no_second_attempt_starts_beside_living_ranks(begin, tm
 
 
 def forge_the_end(started, least: int) -> None:
-    """Appends the records that the ranks would have written up to their end."""
+    """Appends records of further steps and of an exit to the heartbeats of both ranks."""
     told = [started.heartbeats(rank=rank) for rank in (0, 1)]
     # On a busy machine, the pulse of a rank may be many steps ahead of its records.
     last = max(least, *(records[-1]["step"] + 500 for records in told))

@@ -27,7 +27,7 @@ LIMIT_S = 6.0
 
 
 class Trial:
-    """Hooks of one test, the records of its program, and the events that were written."""
+    """Hooks of one test, the records of their program, and the events that were written."""
 
     def __init__(self, folder: Path, *words: str, program: str = "", **more):
         self.launch, self.kept = folder / "launch", folder / "kept"

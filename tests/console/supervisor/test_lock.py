@@ -90,7 +90,7 @@ def test_a_launch_that_was_adopted_and_ended_meanwhile_is_not_adopted(tmp_path, 
 
 
 def test_a_former_supervisor_with_the_same_pid_is_not_taken_for_the_new_one(tmp_path):
-    """A container that starts again repeats its pids."""
+    """A container that starts again may repeat its pids."""
     new: Any = SimpleNamespace(pid=7, poll=lambda: RefusedError.exit_code)
     rundir.write_json(tmp_path / rundir.LOCK, {"token": "new"})
     (tmp_path / rundir.SUPERVISOR_LOG).write_text("the launch is not adopted\n")

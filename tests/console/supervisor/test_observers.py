@@ -1,4 +1,4 @@
-"""An exception in an observer raises an alert and ends no rank; the supervisors are real."""
+"""An exception in an observer raises an alert and ends no rank."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ CASES = [*((name, ALWAYS) for name in OBSERVERS), ("processes and pulses", ONCE)
 
 @pytest.fixture(scope="module")
 def launched(begin, tmp_path_factory):
-    """A launch for each case, all at the same time. The observer of the case fails in each launch.
+    """A launch for each case; the launches run at the same time.
 
-    It fails in its second call only, or in each call after its first. The ranks end after all
-    alerts are raised and all requests are answered.
+    The observer of the case fails in its second call only, or in each call after its first. The
+    ranks end after all alerts are raised and all requests are answered.
     """
     begun, go = {}, tmp_path_factory.mktemp("observers") / "go"
     for name, when in CASES:

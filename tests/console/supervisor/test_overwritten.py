@@ -80,7 +80,7 @@ def test_the_files_of_ranks_that_outlive_torchrun_stay_bounded(begin, tmp_path):
 
 def test_a_new_supervisor_adopts_them_dumps_them_and_halts_them(bare):
     former = bare.kill_supervisor()
-    # Another launch sweeps live directories, and may still have the lock of this one.
+    # Another launch sweeps live directories, and may still have locked the one of this run.
     sweep_own([bare.token()])
     looking = os.open(bare.state()["live_dir"], os.O_RDONLY)
     fcntl.flock(looking, fcntl.LOCK_EX)

@@ -1,6 +1,6 @@
-"""The owner of a launch replaces its child; the supervisors are real.
+"""The owner of a launch replaces its child, which is the working process.
 
-The working process fails in an observer or another method, or gets a signal.
+In most tests, the child fails in an observer or another method, or gets a signal.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def launched(begin, tmp_path_factory):
-    """A launch for each case, all at the same time, and the file that lets its rank end."""
+    """A launch for each case, with the file that lets its rank end; the launches run together."""
     begun = {}
     for name, method, harm, when in CASES:
         silent_s = 6 if harm == HANG else owner_module.SILENT_S
@@ -91,7 +91,7 @@ def test_an_observer_that_is_switched_off_is_reported_in_the_next_phase_too(begi
 
 
 def patient(folder) -> dict[str, str]:
-    """Returns variables with which a supervisor does not replace a stopped child."""
+    """Returns variables with which a supervisor replaces a stopped child after ten minutes."""
     return broken.shell(folder, "launch.Launch.tick", "pass", "owners.SILENT_S = 600.0")
 
 

@@ -117,7 +117,7 @@ def test_a_request_to_a_former_run_is_answered(begin, tmp_path):
     ("spawned", "words"), [(True, "the ranks have ended already"), (False, "no rank was started")]
 )
 def test_a_request_after_an_attempt_says_whether_a_rank_was_started(spawned, words):
-    """`proceed`, `stop` and `halt` sent together end a phase before torchrun starts."""
+    """A `stop` or `halt` right after `proceed` may end the phase before torchrun starts."""
     attempt = SimpleNamespace(
         stage="collect", _cut_short=False, tree=SimpleNamespace(spawned=spawned)
     )
@@ -259,7 +259,7 @@ def test_the_reason_of_an_end_names_writes_that_failed_at_that_time(begin):
 
 @contextmanager
 def immutable(folder: Path) -> Iterator[None]:
-    """Prevents new files in `folder` during a `with` block, or skips the test if it cannot."""
+    """Prevents new files in `folder` during a `with` block, or skips the test."""
     if (
         os.geteuid()
         or subprocess.run(["chattr", "+i", str(folder)], capture_output=True).returncode

@@ -101,7 +101,7 @@ def test_a_name_cannot_add_a_thread_or_a_frame():
 
 @pytest.fixture
 def rank():
-    """A rank that runs in its own process."""
+    """A rank whose process sleeps."""
     child = sleeping()
     yield RankEvidence(
         0, child.pid, "S", 5, "forward", 9.0, start_ticks=rundir.start_ticks(child.pid)

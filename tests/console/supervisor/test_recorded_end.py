@@ -1,4 +1,4 @@
-"""The end of a run that supervisor.json lacks, because it could not be written."""
+"""Ends of runs that are not in supervisor.json, because a write of this document failed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_an_adoption_keeps_the_end_that_only_the_events_have(begin):
 
 @pytest.mark.parametrize("source", ["document", "event"])
 def test_a_recorded_success_without_other_evidence_starts_no_phase(begin, source):
-    """Any program of this user can write the two files; the ranks exited with code 7."""
+    """Any program of this user can write the two files; rank 1 exited with code 7."""
     phases = [phase("one", "member.py", 100_000, "leave"), phase("two", "member.py", 3)]
     started = begin(*phases, shell=STUB)
     started.wait(lambda: len(started.pids()) == 2)

@@ -32,7 +32,7 @@ def shell(tmp_path):
 
 
 def check_history(started: Started) -> None:
-    """Checks that the history has each span, and that two lines on one span are equal."""
+    """Checks that the history has each span of samples, and that lines on one span are equal."""
     for level in range(len(SPANS_S)):
         path, found = snapshot.history(started.run(), level), {}
         for line in path.read_bytes().splitlines() if path.exists() else ():

@@ -39,8 +39,7 @@ from trainers.contract.errors import RefusedError
 NOW = time.time()
 SIZES = [(80, 24), (120, 40)]
 HOPS = 6
-"""Largest number of queues that a key passes: those of app, screen and widget, the way back, and
-those of a widget that the key mounts and that gets the focus."""
+"""Largest number of queues that a key passes, with those of a widget that the key mounts."""
 HOSTILE = "\x1b[31m[red]boo[/red] [@click=app.bell]x[/] \x1b]52;c;aGk=\x07 ünï漢字"
 
 

@@ -53,7 +53,7 @@ def test_curves_that_grow_are_those_of_all_points(points, count, is_band, data):
     curves = chartmath.Curves()
     for first, end in [*((begin, end) for end in ends), (0, len(points))]:
         held = [points[first:end], points[first : first + (end - first + 1) // 2]]
-        held = held[: data.draw(st.integers(1, 2))]  # the second series begins later, or has ended
+        held = held[: data.draw(st.integers(1, 2))]  # the second series is shorter or missing
         whole = [chartmath.bins(each, 0.0, 600.0, count) for each in held]
         expected = [tuple(chartmath.merge(whole))] if is_band else whole
         assert list(curves.of(("x", "y"), held, is_band, 0.0, 600.0, count)) == expected

@@ -68,7 +68,7 @@ async def test_stacks_of_all_ranks_stand_side_by_side(size, tmp_path):
 
 
 async def test_a_stack_of_a_former_process_is_not_shown_as_that_of_its_rank(tmp_path):
-    """For example, the dump of a stalled attempt, after the policy has restarted the run."""
+    """For example, the dump is of a stalled attempt, and the policy has restarted the run."""
     pids = {0: 7, 1: recorded.rank(1).pid}
     for number, pid in pids.items():
         head = f"=== rank {number} pid {pid} unix 1.0\nStack (most recent call first):\n"
