@@ -1,7 +1,7 @@
 """Creates, reads and removes the live directory of an attempt, which is in shared memory.
 
-The directory has the pulses, the stacks and the supervisor heartbeat. `sweep` removes the live
-directories of dead supervisors.
+The directory has the pulses, the stacks, the halt board and the supervisor heartbeat. `sweep`
+removes the live directories of dead supervisors.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class LastPulses:
         return last.step if last is not None else 0
 
     def phase(self, rank: int, step: int) -> str:
-        """Returns the phase of `step` in which a rank ended, or "" if its pulse has none."""
+        """Returns the phase in which a rank ended, or "" if its pulse shows no phase of `step`."""
         last = self._found.get(rank)
         if last is None or last.step != step or last.phase in ("step", "exit"):
             return ""

@@ -101,7 +101,7 @@ class Observers:
             self.alerts.raise_(_alert(name), f"{text} is switched off", "crit")
 
     def failed(self, name: str, mistake: Exception, then: str = "") -> None:
-        """Raises the alert on an observer, and writes its traceback into the supervisor's log.
+        """Raises the alert on an observer; writes the traceback of `mistake` into supervisor.log.
 
         Without `then`, the traceback is written at most once in `SETTLED_S`.
         """
