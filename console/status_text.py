@@ -122,10 +122,9 @@ def size(size_bytes: int) -> str:
 def exit_code(state: RunState, whole: bool = False) -> int:
     """Returns the documented exit code for the state of a run.
 
-    With `whole`, if run and launch are over, the code is that of the launch. A run of which a rank
-    failed is treated as crashed, even while the other ranks are being ended. The code 0 becomes 1
-    if a gate blocks, the launch is in doubt, the records confirm no success (`no_go`), or the state
-    needs an operator.
+    With `whole`, if run and launch are over, the code is that of the launch. A live run of which a
+    rank failed (`RANK_GONE`) is treated as crashed. The code 0 becomes 1 if a gate blocks, the
+    launch is in doubt, the records confirm no success (`no_go`), or a live state needs an operator.
     """
     if whole and state.launch and is_over(state):
         return launch_exit_code(state.launch) or NOT_GOOD * bool(no_go(state))

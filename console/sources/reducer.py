@@ -27,7 +27,7 @@ MAX_ATTEMPT = 100_000
 """An attempt with a higher number has no head, and is never the present attempt."""
 KEPT_HEADS = 4
 STARTED_RECORDS = 2
-"""Without an attempt in supervisor.json, one has started when it has this many new records."""
+"""Without an attempt in supervisor.json, an attempt has started after this many new records."""
 MAX_ALERTS, MAX_LAYERS = 256, 128
 CHARTED = ("loss", "toks_per_s", "grad_norm", "gate_entropy_mean", "bytes_right")
 UNITS: Mapping[str, tuple[str, str]] = {

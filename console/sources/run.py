@@ -1,4 +1,4 @@
-"""Reads one run, or the current run of a launch, as a `RunState`; a poll reads only new records.
+"""Reads one run, or the current run of a launch, as a `RunState`, and follows its new records.
 
 No content of a run directory raises an error here. Lines that are not records are counted, and an
 alert names a document that cannot be read.
@@ -73,12 +73,12 @@ class RunSource:
 
     @property
     def has_all_records(self) -> bool:
-        """False if the start of a heartbeat file is left out, and no snapshot contains it."""
+        """False if the start of a heartbeat file is left out and is not in a snapshot either."""
         return self._records is None or self._records.files.has_all_records
 
     @property
     def counted(self) -> tuple[bool, float | None, int]:
-        """Three values: whether the totals include a snapshot, its time, and a count of records.
+        """Three values: whether the totals include a snapshot, the snapshot's time, and a count.
 
         The count is the number of heartbeat records that were read in addition.
         """
@@ -143,7 +143,7 @@ class RunSource:
         return records
 
     def _begin(self, run: Path) -> RunRecords:
-        """Returns a new `RunRecords` of a run; it ignores the snapshot if the run is away."""
+        """Returns a new `RunRecords` of a run, without the snapshot if the run is away."""
         self._began_away = self._is_away
         first: Reads = "recent" if self._reads == "charts" else self._reads
         return RunRecords(run, "all" if self._is_away else first, self._only)
@@ -160,7 +160,7 @@ class RunSource:
     def _launch(self) -> LaunchState | None:
         if self.launch_path is None:
             return None
-        # Read before plan_state.json, which names a phase before the directory of the phase exists.
+        # The directories are read first, so that plan_state.json names the phase of each of them.
         existing = [path.name for path in run_directories(self.launch_path)]
         paths = [self.launch_path / name for name in (rundir.PLAN, rundir.PLAN_STATE)]
         plan, state = map(self._document, paths)

@@ -64,7 +64,7 @@ class RunRecords:
 
     @property
     def summary(self) -> Summary:
-        """The totals of all attempts, including the counts of the events."""
+        """The totals of all attempts, and the numbers of attempts and stalls in the events."""
         summary, events = self.reducer.summary, self.reducer.events
         summary.set_counts(events.attempts, events.stalls)
         return summary
@@ -131,7 +131,7 @@ class RunRecords:
 
 
 def _is_short(run: Path) -> bool:
-    """Returns whether the `.jsonl` files have at most `SHORT_BYTES`, and none is compressed."""
+    """Returns whether a run's `.jsonl` files have at most `SHORT_BYTES` in all, none compressed."""
     there = rundir.names(run)
     if there is None:
         return False
@@ -145,7 +145,7 @@ def _urgency(alert: Alert) -> tuple[bool, int, float]:
 
 
 def progress_figures(progress: Records, loss_unit: str) -> dict[str, Figure]:
-    """Returns rank 0's figures and the largest memory of any rank, or {} without rank 0."""
+    """Returns rank 0's figures and the largest memory of any rank; {} if rank 0 has no record."""
     record = progress.get(0)
     if record is None:
         return {}

@@ -136,7 +136,7 @@ class Series:
         """The open spans of each file."""
         self.ended: deque[Span] = deque(maxlen=MAX_ENDED)
         self._built: dict[str, tuple[int, Points]] = {}
-        """The points of each quantity, after the number of records that its file had then."""
+        """The result of the last `_build` of each quantity, and how many records its file had."""
         self.durations_s: deque[float] = deque(maxlen=STEP_WINDOW)
         self._steps = 0
         """The number of durations that `add_steps` has added."""
@@ -185,7 +185,7 @@ class Series:
         return frozenset(self._files)
 
     def add_steps(self, at: float, step: int, durations: Sequence[float]) -> None:
-        """Adds the valid durations of the last steps up to `step`, and its time `at`."""
+        """Adds the valid durations of the last steps up to `step`, from a record of time `at`."""
         valid = _valid_durations(durations)
         self.durations_s.extend(valid)
         self._steps += len(valid)

@@ -1,4 +1,4 @@
-"""Makes and reads snapshots of a reducer: its totals, events, newest samples and open spans.
+"""Makes and reads snapshots of a reducer, for example of its totals, events and open spans.
 
 A snapshot is valid only for the files from which it was made. A file is identified by its name,
 part and the hash of its first line. `RecordFiles` reads the newest heartbeat records before the
@@ -136,9 +136,9 @@ def _check_files(run: Path, cursors: Mapping[str, Cursor], most_bytes: int | Non
 
 
 def _check_newest(path: Path, cursor: Cursor, totals: RankTotals) -> None:
-    """Raises ValueError if the totals end at another record than the file before the cursor.
+    """Raises ValueError if the newest record before the cursor is not the newest of the totals.
 
-    Totals with a `trouble` are accepted.
+    Totals with a `trouble` are accepted, and so are totals whose attempt has no record there.
     """
     part = totals.attempts[totals.newest]
     begin = max(0, cursor.at - CHECKED_BYTES)

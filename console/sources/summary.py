@@ -33,7 +33,7 @@ class GpuTotals:
 
     The time between two samples counts if in both, every rank of the sample was in a step. If this
     time is longer than `EVERY_S`, the excess is treated as idle, so that missing samples can only
-    lower the use. Time from one attempt to the next is idle.
+    lower the use. The time from one attempt to the next counts as idle.
     """
 
     seconds: float = 0.0

@@ -39,7 +39,7 @@ def stored(run: Path, limit: int = MAX_PER_RUN, until_ts: float = math.inf) -> I
 
 
 def newest(run: Path) -> Verdict | None:
-    """Returns the newest verdict of a run, or None; one more than `CLOCK_S` ahead is ignored."""
+    """Returns the newest verdict of a run, or None; ignores times later than now + `CLOCK_S`."""
     until_ts = time.time() + CLOCK_S
     return next((each for each in stored(run, until_ts=until_ts) if each.ts <= until_ts), None)
 

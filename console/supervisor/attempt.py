@@ -236,8 +236,8 @@ class Attempt:
     def _watch_ranks(self) -> None:
         """After a rank has failed, schedules KILL for the other ranks: one grace time from now.
 
-        torchrun also ends the other ranks. But it may wait 30 s before it sends KILL, and it sends
-        nothing if it is stopped or has exited.
+        Not while a request ends the ranks. torchrun also ends the other ranks. But it may wait 30 s
+        before it sends KILL, and it sends nothing if it is stopped or has exited.
         """
         if self.known.rank_failure or self.known.requested in ENDED_FROM_HERE:
             return

@@ -60,10 +60,11 @@ class Services:
         self.link.store(path, record)
 
     def write_last_documents(self, run: Path) -> None:
-        """Writes gates.json and supervisor.json of an ended run; a former child may have failed to.
+        """Writes gates.json and supervisor.json of an ended run again, as the owner stored them.
 
-        If the run was removed, or another run is at its path, the two documents are given up: their
-        writes would fail for ever, or overwrite the documents of the other run.
+        A former child may have died before it wrote them. If the run was removed, or another run is
+        at its path, the two documents are given up: their writes would fail for ever, or overwrite
+        the documents of the other run.
         """
         stored = {run / name: self.link.stored(run / name)
                   for name in (rundir.GATES, rundir.SUPERVISOR)}  # fmt: skip

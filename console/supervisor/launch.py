@@ -60,7 +60,7 @@ class Launch:
             services.link,
         )  # fmt: skip
         self._ended_by, self._requested = "", set[str]()
-        """Why no further phase starts, or ""; "ACTION requested by SENDER" for each request."""
+        """Why no further phase starts, or ""; requests of `STOPS`: "ACTION requested by SENDER"."""
         self._numbers: dict[Path, int] = {}
         """The newest attempt of each run that ended under this process."""
         self._last_poll, self.over, self._refreshed = False, False, 0.0

@@ -78,7 +78,7 @@ class Live:
                 rundir.remove_tree(unready)
 
     def _create_files(self, folder: Path, attempt: int) -> None:
-        """Creates all files, with memory for the pulses. Raises OSError if there is no memory."""
+        """Creates the ranks' files and the halt board, with memory for both. Raises OSError."""
         pulses = [rundir.pulse(folder, rank) for rank in range(self._nproc)]
         for path in (*pulses, rundir.halt_board(folder, attempt)):
             pulse.mapped(path, pulse.SIZE_BYTES).close()

@@ -157,7 +157,7 @@ class Monitor:
         return wanted
 
     def _evaluate_gates(self) -> None:
-        """Reports each gate that has an `at` step once, when all ranks have reached that step."""
+        """Reports a gate once for each of its `at` steps that all ranks have reached."""
         summary = self._context.reducer.summary
         for gate in gates.reached(summary, self._context.phase.gates):
             if gate.name not in self._evaluated:

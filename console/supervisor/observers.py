@@ -1,8 +1,8 @@
 """Calls the observing functions of a run or launch; their exceptions raise alerts.
 
 Such an exception ends neither this process nor a rank. An observer that fails in `run` is skipped,
-tried again later, and switched off after repeated failures. The code that starts and ends
-processes, and the code that decides which phase comes next, are not observers.
+tried again later, and switched off after repeated failures. `Run.tick` and `Attempt.tick`, which
+start and end processes, and the code that decides which phase comes next, are not observers.
 """
 
 from __future__ import annotations

@@ -291,7 +291,8 @@ def _poll(source: OfflineRun) -> Diagnosis | Readings:
 def _without_verdict(source: OfflineRun, ranks: tuple[RankEvidence, ...]) -> Diagnosis:
     """Returns "no stall" if all ranks show progress, or else "unknown".
 
-    A run that starts has "no stall" for up to `startup_s`, unless a rank ended before its exit.
+    A run that starts has "no stall" for up to `startup_s`, unless a rank has ended without
+    reporting its exit.
     """
     state, run, watch = source.state, source.run, source.watch
     silent = [each for each in ranks if not each.phase]

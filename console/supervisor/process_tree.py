@@ -210,7 +210,7 @@ class Tree:
         return handle
 
     def poll(self) -> bool:
-        """Records new ranks and the ends of ranks and torchrun; returns whether it found any."""
+        """Records new ranks and the ends of ranks and torchrun; returns whether anything is new."""
         new = process.children(self.agent_pid) if self.incomplete else []
         changed = bool(sum(map(self._add_rank, new)))
         for worker in self.workers.values():
