@@ -125,7 +125,7 @@ class RunSource:
     # --- records -------------------------------------------------------------------------------
 
     def _read(self, run: Path, attempt: int | None, world: int | None) -> RunRecords:
-        """Reads new records, unless the run is away; returns the `RunRecords` of the run."""
+        """Reads new records unless `_is_away`; returns the `RunRecords` of the run."""
         records = self._records
         is_back = self._began_away and not self._is_away
         if records is None or records.run != run or is_back:
@@ -143,7 +143,7 @@ class RunSource:
         return records
 
     def _begin(self, run: Path) -> RunRecords:
-        """Returns a new `RunRecords` of a run, without the snapshot if the run is away."""
+        """Returns a new `RunRecords` of a run, without the snapshot if `_is_away`."""
         self._began_away = self._is_away
         first: Reads = "recent" if self._reads == "charts" else self._reads
         return RunRecords(run, "all" if self._is_away else first, self._only)

@@ -136,7 +136,7 @@ class Series:
         """The open spans of each file."""
         self.ended: deque[Span] = deque(maxlen=MAX_ENDED)
         self._built: dict[str, tuple[int, Points]] = {}
-        """The result of the last `_build` of each quantity, and how many records its file had."""
+        """The number of records in the file of a quantity at its last `_build`, and the points."""
         self.durations_s: deque[float] = deque(maxlen=STEP_WINDOW)
         self._steps = 0
         """The number of durations that `add_steps` has added."""

@@ -122,7 +122,7 @@ def _fill(run: Path, saved: Mapping[str, Any], reducer: Reducer, most_bytes: int
 
 
 def _check_files(run: Path, cursors: Mapping[str, Cursor], most_bytes: int | None) -> None:
-    """Raises ValueError if a file was replaced, or if too many heartbeat bytes follow."""
+    """Raises ValueError if a file was replaced or too many heartbeat bytes follow the snapshot."""
     since = 0
     for name, cursor in cursors.items():
         rank, path = rank_of(name), run / name

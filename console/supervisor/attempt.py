@@ -180,7 +180,7 @@ class Attempt:
             os.close(log_fd)
 
     def _retry_or_end(self, why: str, error: Exception | None) -> None:
-        """Retries a restart after OSError, unless its end is requested; else ends the attempt."""
+        """Retries a restart after OSError if no action was requested; else ends the attempt."""
         if self._number == 1 or not isinstance(error, OSError) or self.known.requested:
             self._end_unstarted(why)
             return
@@ -236,8 +236,8 @@ class Attempt:
     def _watch_ranks(self) -> None:
         """After a rank has failed, schedules KILL for the other ranks: one grace time from now.
 
-        Not while a request ends the ranks. torchrun also ends the other ranks. But it may wait 30 s
-        before it sends KILL, and it sends nothing if it is stopped or has exited.
+        A request that ends the ranks has its own KILL. torchrun also ends the other ranks. But it
+        may wait 30 s before it sends KILL, and it sends nothing if it is stopped or has exited.
         """
         if self.known.rank_failure or self.known.requested in ENDED_FROM_HERE:
             return

@@ -83,7 +83,7 @@ class Ends:
     def alerts(
         self, is_ending: bool, late_s: float, exit_s: float
     ) -> Iterator[tuple[str, str, str]]:  # fmt: skip
-        """Yields name, text and key of each alert on late or stuck ranks or a lost torchrun.
+        """Yields name, text and key of each alert on late or stuck processes or a lost torchrun.
 
         `late_s` is the time limit for the start of the ranks once it has passed, 0 before. A rank
         hangs at its exit if its process is alive `exit_s` after its exit record. With `is_ending`,

@@ -178,7 +178,7 @@ class Collector:
         self.complete = replace(found, gaps=tuple(gaps), ts=time.time(), gpus=gpus)
 
     def _own_gpus(self) -> dict[int, tuple[Gpu, ...]]:
-        """Returns the newest rows of each rank's own GPUs, as `gpu_signs.own_gpus` does."""
+        """Returns the newest row of each rank's own GPU, as `gpu_signs.own_gpus` does."""
         pids = {each.rank: each.pid for each in self._ranks}
         opened = {rank: opened_by(pid) for rank, pid in pids.items()}
         environments = {rank: process.environment(pid) for rank, pid in pids.items()}

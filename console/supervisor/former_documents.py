@@ -131,7 +131,7 @@ class FormerRun:
 
 
 def recorded_end(state: Mapping[str, Any]) -> ReaderView:
-    """Returns the end in supervisor.json, or a view without a state if no end has a reason.
+    """Returns the end in supervisor.json; without an end and its reason, a view without a state.
 
     A recorded success is left out, because a program could forge a success to start the next phase.
     The exit codes and the records of the ranks decide whether the run succeeded.

@@ -73,7 +73,7 @@ class Monitor:
         """Parts of a newer verdict that differs from `verdict`, and the time of its evidence."""
         self._doubtful_polls = 0
         self._queued: dict[int, tuple[int, float]] = {}
-        """The number of a record of each rank, and the time since when this record was queued."""
+        """The number of a queued record of each rank, and when this record was first seen."""
         self._late = late
         self._first_positions: dict[int, tuple[int, int, int]] = {}
         """The position of each pulse when it was first seen."""
