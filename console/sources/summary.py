@@ -189,8 +189,8 @@ class Summary:
     def gap(self, ranks: range, surviving: bool, tails: bool) -> str:
         """Returns why the records do not cover the run, or "" if they do.
 
-        With `surviving` only the surviving steps are checked. With `tails` a rank that was killed
-        needs no last records, because its pulse replaces them.
+        With `surviving` only the surviving steps are checked. With `tails` a rank without an exit
+        record needs no last records, because its pulse replaces them.
         """
         if not self.of_rank(0).progress:
             newest = self.of_attempt(0, self.of_rank(0).newest)
