@@ -42,7 +42,7 @@ def age(seconds: float | None) -> str:
     """Returns an age in a few characters: `1s`, `74s`, `12m`, `3h05`, `2d`; `–` if not known.
 
     Seconds are rounded up, so that a value that is always new shows a steady `1s`. The age of a
-    time in the future is not known.
+    time that is more than `CLOCK_S` in the future is not known.
     """
     if seconds is None or not -CLOCK_S <= seconds < math.inf:
         return DASH
@@ -99,8 +99,8 @@ def rank_names(ranks: Iterable[int], one: str = "", many: str = "") -> str:
 def number(value: float | None, digits: int = 4) -> str:
     """Returns a number as text, or "-" for None.
 
-    Numbers from 1e15 on, and fractions below 10,000, have `digits` significant digits. Other
-    finite numbers have no decimals, and a separator for thousands.
+    Numbers from 1e15 on, and fractions below 10,000, have at most `digits` significant digits.
+    Other finite numbers have no decimals, and a separator for thousands.
     """
     if value is None:
         return "-"
@@ -122,8 +122,9 @@ def size(size_bytes: int) -> str:
 def exit_code(state: RunState, whole: bool = False) -> int:
     """Returns the documented exit code for the state of a run.
 
-    With `whole`, if run and launch are over, the code is that of the launch. A run that lost a rank
-    is treated as crashed, even while its other ranks are being ended.
+    With `whole`, if run and launch are over, the code is that of the launch. A live run of which a
+    rank failed (`RANK_GONE`) is treated as crashed. The code 0 becomes 1 if a gate blocks, the
+    launch is in doubt, the records confirm no success (`no_go`), or a live state needs an operator.
     """
     if whole and state.launch and is_over(state):
         return launch_exit_code(state.launch) or NOT_GOOD * bool(no_go(state))
@@ -146,9 +147,9 @@ def no_go(state: RunState) -> str:
 def launch_exit_code(launch: LaunchState) -> int:
     """Returns the exit code of a launch that is over: that of the first phase that ended badly.
 
-    If no phase ended badly, the code is 1 if the documents of the launch have no phases or
-    contradict each other. Otherwise, if a phase has not completed, the code means that the launch
-    lost its supervisor or was halted; it is 1 if a gate ended the launch and was then overridden.
+    If no phase ended badly, the code is 1 if the documents of the launch have no phases or are in
+    doubt. Otherwise, if a phase has not completed, the code is that of `lost` if the launch has not
+    ended, that of `halted` if an action or a `.HALT` ended the launch, or else 1.
     """
     for phase in launch.phases:
         code = EXIT_CODES.get(phase.state, 0)  # type: ignore[call-overload]
@@ -166,7 +167,7 @@ def launch_exit_code(launch: LaunchState) -> int:
 
 
 def outcome(state: RunState) -> tuple[str, str]:
-    """Returns a word and a sentence: on a launch that ended without success, or else on its run."""
+    """Returns a word and a sentence: on a no go, on a launch that ended badly, or on the run."""
     launch = state.launch
     code = launch_exit_code(launch) if launch and launch.state == "ended" else 0
     if no_go(state):

@@ -1,7 +1,7 @@
 """Reduces the records of a run to its state: first each file separately, then all together.
 
-The order in which the files are read does not matter. So the same records give the same state
-(except the pace), and a reader can continue from a snapshot of that state.
+The order in which the heartbeat files are read does not matter. A reader can continue from a
+snapshot.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_ATTEMPT = 100_000
 """An attempt with a higher number has no head, and is never the present attempt."""
 KEPT_HEADS = 4
 STARTED_RECORDS = 2
-"""If supervisor.json has no attempt, an attempt has started when it has this many records."""
+"""Without an attempt in supervisor.json, an attempt has started after this many new records."""
 MAX_ALERTS, MAX_LAYERS = 256, 128
 CHARTED = ("loss", "toks_per_s", "grad_norm", "gate_entropy_mean", "bytes_right")
 UNITS: Mapping[str, tuple[str, str]] = {
@@ -44,7 +44,7 @@ UNITS: Mapping[str, tuple[str, str]] = {
     "gpu_mem_alloc": ("MiB", "step"), "gpu_mem_reserved": ("MiB", "step"),
     "skipped_steps": ("steps", "run"), "dropped_records": ("records", "run"),
 }  # fmt: skip
-"""Unit and window of each figure in a progress record; `loss_unit` has the unit of the loss."""
+"""Unit and window of figures in a progress record; `model.loss_unit` has the unit of the loss."""
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class LatestRecords:
     last: Record = field(default_factory=dict)
     progress: Record | None = None
     figures: Record | None = None
-    """The newest `progress` record with one of the figures in `UNITS`."""
+    """The newest `progress` record with at least one of the figures in `UNITS`."""
     error_words: str = ""
     """The text of the first `error` record since the last progress, or "" if there is none."""
     reason: str = ""
@@ -64,7 +64,7 @@ class LatestRecords:
     halt: int | None = None
     """The step of the newest `halt` record, or None if there is none since the last progress."""
     records: int = field(default=0, compare=False)
-    """The number of records that this reader has added."""
+    """The number of records that were added to this object."""
     pace: Pace = field(default=UNTIMED, compare=False)
 
     def add(self, record: Record) -> None:
@@ -91,7 +91,7 @@ class LatestRecords:
 
     @property
     def first_step(self) -> int:
-        """The first step of this attempt: one after the step of its `resume` record."""
+        """The first step of this attempt: one after the step of its `resume` record, or else 1."""
         return self.totals.resumed + 1
 
     @property
@@ -158,10 +158,10 @@ class Events:
 
     @property
     def stalled_ts(self) -> float:
-        """The time of the open alert on a stall, or 0 if none is open.
+        """The time of the event of the open alert on a stall, or 0 if none is open.
 
-        A later supervisor raises the alert again. If the `since_ts` of the later alert is not after
-        this time, both alerts are one stall.
+        A time in the future becomes the present time. A later supervisor raises the alert again. If
+        the `since_ts` of the later alert is not after this time, both alerts are one stall.
         """
         event = self.alerts.get(STALL)
         return min(time.time(), jsonl.number(event, "ts") or 0.0) if event else 0.0
@@ -197,7 +197,7 @@ class Reducer:
         self.cursors: dict[str, Cursor] = {}
         self._replaced: dict[str, int] = {}
         self.counted = 0
-        """Number of heartbeat records that were added here and are new in the totals."""
+        """Number of added heartbeat records that are new in the totals and have a valid attempt."""
 
     # --- adding records ------------------------------------------------------------------------
 
@@ -221,7 +221,7 @@ class Reducer:
                 self._take_sample(batch.name, record)
 
     def _take_heartbeat(self, name: str, record: Record, present: int | None) -> None:
-        """Adds a record; one that the totals of a snapshot include is added to its head only."""
+        """Adds a record; a record that the totals already include is added at most to its head."""
         rank, attempt = record["rank"], record["attempt"]
         is_new = self.summary.add(record)
         if not 0 < attempt <= MAX_ATTEMPT:
@@ -280,7 +280,7 @@ class Reducer:
         return max(started, default=1)
 
     def heads(self, attempt: int) -> dict[int, LatestRecords]:
-        """Returns the head of each rank that has records in an attempt."""
+        """Returns the stored heads of an attempt by rank; at most `KEPT_HEADS` of a rank exist."""
         heads = sorted(self.all_heads.items())
         return {rank: by_attempt[attempt] for rank, by_attempt in heads if attempt in by_attempt}
 
@@ -338,5 +338,5 @@ def _charted_sample(sample: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def alert_of(name: str, record: Mapping[str, Any]) -> Alert:
-    """Returns an alert of the supervisor, made from its event or from the supervisor heartbeat."""
+    """Returns the alert in an event, or in an entry of the supervisor heartbeat."""
     return json_documents.read(Alert, record, id=name, acknowledged=False, observed=False)

@@ -1,6 +1,7 @@
-"""Reads one run, or the current run of a launch, as a `RunState`; a poll reads only new records.
+"""Reads one run, or the current run of a launch, as a `RunState`, and follows its new records.
 
-No content of a run directory raises an error here; unreadable content is counted or reported.
+No content of a run directory raises an error here. Lines that are not records are counted, and an
+alert names a document that cannot be read.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from console.sources.summary import Summary
 from trainers.contract import jsonl, rundir
 
 WHOLE_BYTES = 1 << 30
-"""The default of `limit_bytes`: one poll reads all records of most runs."""
+"""The default of `limit_bytes`: for most runs one poll is enough."""
 
 
 class RunSource:
     """Follows a run, or the current run of a launch. Only one thread at a time may call `poll`.
 
     `reads` selects the records as in `RunRecords`. One `poll` reads about `limit_bytes` of records;
-    the state has the number of bytes left. With `reads="charts"` a poll reads up to twice as many;
-    the first polls show the present state, and later polls add the older series. If `only` has
-    names, the series have only these quantities.
+    the state has the number of bytes left. With `reads="charts"` a poll reads up to twice as many
+    bytes; the first polls show the present state, and later polls add the older series. If `only`
+    has names, the series have only these quantities.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class RunSource:
         self._is_away = False
         """True if the current run of a launch has no directory, or has a link in its place."""
         self._began_away = False
-        """The value of `_is_away` when `_records` began. If True, `_records` used no snapshot."""
+        """The value of `_is_away` when `_records` was made; if True, `_records` has no snapshot."""
 
     @property
     def reducer(self) -> Reducer:
@@ -72,12 +73,12 @@ class RunSource:
 
     @property
     def has_all_records(self) -> bool:
-        """True if no heartbeat record is left out: each is or will be read, or is in a snapshot."""
+        """False if the start of a heartbeat file is left out and is not in a snapshot either."""
         return self._records is None or self._records.files.has_all_records
 
     @property
     def counted(self) -> tuple[bool, float | None, int]:
-        """Three values: whether the totals include a snapshot, its time, and a count of records.
+        """Three values: whether the totals include a snapshot, the snapshot's time, and a count.
 
         The count is the number of heartbeat records that were read in addition.
         """
@@ -87,7 +88,7 @@ class RunSource:
         return records.has_snapshot, records.snapshot_ts, records.reducer.counted
 
     def read_all(self, progress: Callable[[int], object] = lambda _: None) -> RunState:
-        """Polls until nothing more can be read; `progress` gets the number of bytes left."""
+        """Polls while bytes are left and their number decreases; `progress` gets this number."""
         state = self.poll()
         while before := state.behind_bytes:
             progress(before)
@@ -101,7 +102,7 @@ class RunSource:
         return RunSource(run, reads=self._reads, only=self._only)
 
     def poll(self) -> RunState:
-        """Returns the present state on disk and in shared memory."""
+        """Reads documents, new records and pulses; returns the state of the run."""
         launch = self._launch()
         if self._fixed is None:
             self.run_path = self._current_run(launch)
@@ -124,7 +125,7 @@ class RunSource:
     # --- records -------------------------------------------------------------------------------
 
     def _read(self, run: Path, attempt: int | None, world: int | None) -> RunRecords:
-        """Reads the new records of a run; returns the `RunRecords` of the run."""
+        """Reads new records unless `_is_away`; returns the `RunRecords` of the run."""
         records = self._records
         is_back = self._began_away and not self._is_away
         if records is None or records.run != run or is_back:
@@ -142,10 +143,7 @@ class RunSource:
         return records
 
     def _begin(self, run: Path) -> RunRecords:
-        """Returns a `RunRecords` of a run.
-
-        The `RunRecords` ignores the snapshot if the run directory is missing or is a link.
-        """
+        """Returns a new `RunRecords` of a run, without the snapshot if `_is_away`."""
         self._began_away = self._is_away
         first: Reads = "recent" if self._reads == "charts" else self._reads
         return RunRecords(run, "all" if self._is_away else first, self._only)
@@ -162,7 +160,7 @@ class RunSource:
     def _launch(self) -> LaunchState | None:
         if self.launch_path is None:
             return None
-        # First: a supervisor names a phase in plan_state.json before it makes its directory.
+        # The directories are read first, so that plan_state.json names the phase of each of them.
         existing = [path.name for path in run_directories(self.launch_path)]
         paths = [self.launch_path / name for name in (rundir.PLAN, rundir.PLAN_STATE)]
         plan, state = map(self._document, paths)

@@ -21,19 +21,20 @@ RECENT_BYTES = 256 << 10
 MAX_TAIL_BYTES = 64 * RECENT_BYTES
 """If more bytes of heartbeat records follow a snapshot, `recent` ignores the snapshot."""
 SHORT_BYTES = 4 << 20
-"""The charts of a run with at most this many bytes, and no compressed part, use every record."""
+"""The charts of a short run (`_is_short`) use every record."""
 Reads = Literal["all", "recent", "charts", "end"]
 """The records to read.
 
 - `all`: every record.
-- `end`: all events, and the ends of the other files, from which the usual durations of steps are
-  learnt.
+- `end`: all events, and the ends of the other files. The pace of each rank is measured.
 - `recent`: the records after the snapshot. Without a valid snapshot: the same records as `end`.
 - `charts`: the records after the snapshot, and the series before it. Without a valid snapshot, or
   for a short run: every record.
+
+After a snapshot, the newest heartbeat records before it are read too.
 """
 Records = Mapping[int, Mapping[str, Any]]
-"""For each rank, the newest progress record with figures, or else its newest progress record."""
+"""For each rank, the newest progress record with a figure, or else its newest progress record."""
 
 
 class RunRecords:
@@ -55,15 +56,15 @@ class RunRecords:
         only_ends = reads == "end" or (reads == "recent" and not self.has_snapshot)
         self.files = RecordFiles(run, RECENT_BYTES if only_ends else None, self.reducer.cursors)
         self.attempt = 1
-        """The attempt of `heads`, `samples` and `figures`."""
+        """The present attempt; `heads` has the records of this attempt."""
         self.heads: Mapping[int, LatestRecords] = {}
         self.samples: Mapping[str, dict[str, Any]] = {}
-        """The newest sample of each host."""
+        """The newest sample of each host, except samples of an earlier attempt."""
         self.gpus: tuple[Gpu, ...] = ()
 
     @property
     def summary(self) -> Summary:
-        """The totals of all attempts, including the counts of the events."""
+        """The totals of all attempts, and the numbers of attempts and stalls in the events."""
         summary, events = self.reducer.summary, self.reducer.events
         summary.set_counts(events.attempts, events.stalls)
         return summary
@@ -91,8 +92,8 @@ class RunRecords:
         """Returns the open alerts of the run and those in `more`, the worst first.
 
         Acknowledged alerts follow after all others. `status` is the supervisor heartbeat, or {} if
-        there is none. While it is recent, its alerts are shown, because an event may not have been
-        written to a full disk.
+        there is none. While `status` is recent, its alerts replace those of the events, because an
+        event may not have been written to a full disk.
         """
         by_events = self.reducer.events.open()
         found = list(by_events.values())
@@ -130,7 +131,7 @@ class RunRecords:
 
 
 def _is_short(run: Path) -> bool:
-    """Returns whether a run has at most `SHORT_BYTES` of records, and no compressed part."""
+    """Returns whether a run's `.jsonl` files have at most `SHORT_BYTES` in all, none compressed."""
     there = rundir.names(run)
     if there is None:
         return False
@@ -144,7 +145,7 @@ def _urgency(alert: Alert) -> tuple[bool, int, float]:
 
 
 def progress_figures(progress: Records, loss_unit: str) -> dict[str, Figure]:
-    """Returns the figures in the record of rank 0, and the largest memory of any rank."""
+    """Returns rank 0's figures and the largest memory of any rank; {} if rank 0 has no record."""
     record = progress.get(0)
     if record is None:
         return {}
@@ -183,7 +184,7 @@ def step_figures(progress: Records, series: Series) -> dict[str, Figure]:
 
 
 def sample_figures(samples: Mapping[str, Mapping[str, Any]]) -> dict[str, Figure]:
-    """Returns disk, load and memory from the samples; the last host overrides the others."""
+    """Returns free disk space, load and memory; a later sample overrides an earlier one."""
     figures = {}
     for sample in samples.values():
         at = jsonl.number(sample, "ts") or 0.0

@@ -1,4 +1,4 @@
-"""Makes text from a run directory safe for a terminal."""
+"""Makes text safe for a terminal."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _TABLE[ord("\t")] = "    "
 def clean(text: str, limit: int = MAX_CHARS) -> str:
     """Returns `text` as one line that is safe to print.
 
-    Escape sequences, direction marks and zero-width characters are removed; a tab becomes spaces,
-    and other control characters become "�". The result has at most `limit` characters; an ellipsis
-    usually marks a cut. If carriage returns overwrite the line, as a progress bar does, only the
-    last text remains.
+    Escape sequences, direction marks, zero-width spaces and joiners, and trailing line breaks are
+    removed; a tab becomes spaces, and other control characters become "�". The result has at most
+    `limit` characters; an ellipsis usually marks a cut. If carriage returns overwrite the line, as
+    a progress bar does, only the last text remains.
     """
     if len(text) <= limit and text.isascii() and text.isprintable():
         return text

@@ -1,8 +1,8 @@
 """Stores the time series of one run, for example for the charts and the ETA.
 
-The newest records of a file are stored as points. Older points are reduced to the smallest and the
-largest value in each span of 10 s, 1 min, 10 min and 2 h. A span begins at a multiple of its width,
-so its limits do not depend on the reader.
+The newest records of a file are stored as points. For older times, the smallest and the largest
+value of each span of 10 s, 1 min, 10 min or 2 h is stored. A span begins at a multiple of its
+width, so its limits do not depend on the reader.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from statistics import median_low
 
 RAW_RECORDS = 600
 SPANS_S, KEPT_SPANS = (10, 60, 600, 7200), (1080, 1440, 4032, 4032)
-"""The widths of the spans, and how many are stored: for 3 hours, a day, 4 weeks, 11 months."""
+"""The widths of the spans, and how many are used: for 3 hours, a day, 4 weeks, 11 months."""
 MAX_SERIES, MAX_ENDED = 16_384, 10_000
 STEP_WINDOW, PACE_WINDOW, PAUSE = 200, 64, 5
 AHEAD_S = 60.0
 LATEST_S = 1 << 40
-"""Records with this or a later time (unix s) are ignored: the time cannot be right."""
+"""`Series.add` ignores records from this time (unix s) on, because it cannot be right."""
 Points = tuple[tuple[float, float], ...]
 """Points of one quantity, oldest first: (unix s, value)."""
 Values = tuple[float, Mapping[str, float]]
@@ -97,7 +97,7 @@ class _Spans:
         self._points: list[tuple[float, float]] | None = None
 
     def extend(self, spans: Sequence[Span], name: str) -> None:
-        """Adds spans, which must contain this quantity, in the order in which they ended."""
+        """Adds spans in the order in which they ended; each must contain the quantity `name`."""
         bands = [span.bands[name] for span in spans]
         for values, more in (
             (self._ats, [span.ts for span in spans]), (self._lows, [low for low, _ in bands]),
@@ -136,18 +136,19 @@ class Series:
         """The open spans of each file."""
         self.ended: deque[Span] = deque(maxlen=MAX_ENDED)
         self._built: dict[str, tuple[int, Points]] = {}
-        """The number of records of the file when `points` was built, and the points."""
+        """The number of records in the file of a quantity at its last `_build`, and the points."""
         self.durations_s: deque[float] = deque(maxlen=STEP_WINDOW)
         self._steps = 0
         """The number of durations that `add_steps` has added."""
         self.ends: deque[tuple[float, int]] = deque(maxlen=PACE_WINDOW)
-        """The time and the step of the newest records with steps."""
+        """The time and the step of the newest records with step durations."""
 
     def add(self, file: str, at: float, values: Mapping[str, float | None]) -> None:
         """Adds the values of one record of a file, except values that are not finite.
 
-        Values of a quantity that belongs to another file are left out too. A record without a
-        valid time is ignored. If a clock was set back, times may be out of order.
+        A value is also left out if its quantity belongs to another file, is not in `only`, or
+        would be one more than `MAX_SERIES`. A record without a valid time is ignored. If a clock
+        was set back, times may be out of order.
         """
         if not 0 <= at < LATEST_S:
             return
@@ -180,11 +181,11 @@ class Series:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of the series that have had a point."""
+        """The names of the quantities that have had a value."""
         return frozenset(self._files)
 
     def add_steps(self, at: float, step: int, durations: Sequence[float]) -> None:
-        """Adds the valid durations of the last steps up to `step`."""
+        """Adds the valid durations of the last steps up to `step`, from a record of time `at`."""
         valid = _valid_durations(durations)
         self.durations_s.extend(valid)
         self._steps += len(valid)
@@ -268,7 +269,7 @@ class Series:
     def add_history(self, level: int, newest_first: Iterable[Span]) -> None:
         """Adds the spans of a level that had ended when the snapshot was written.
 
-        Reading stops when each file has as many spans as a series stores.
+        Reading stops when as many spans of each file were found as a series uses.
         """
         found: dict[str, dict[float, Span]] = {of: {} for of in self.thinners}
         for span in newest_first:

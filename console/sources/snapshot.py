@@ -1,7 +1,8 @@
-"""Makes and reads snapshots: the totals and the events of a reducer after the records so far.
+"""Makes and reads snapshots of a reducer, for example of its totals, events and open spans.
 
 A snapshot is valid only for the files from which it was made. A file is identified by its name,
-part and the hash of its first line. `RecordFiles` reads the newest heartbeats before it again.
+part and the hash of its first line. `RecordFiles` reads the newest heartbeat records before the
+snapshot again.
 
 A dataclass is stored as a mapping from field names to values; default values are left out.
 """
@@ -27,7 +28,7 @@ from trainers.contract import heartbeat, jsonl, rundir
 VERSION = 4
 """The format of snapshot.json; a reader ignores another version and reads the files instead."""
 HISTORY_BYTES = 4 << 20
-"""The most bytes read of a history file and its `.1`; a file of this size is renamed to `.1`."""
+"""The most bytes read of a history file and its `.1`; from this size on, it is renamed to `.1`."""
 CHECKED_BYTES = 4 << 10
 """Bytes before a heartbeat's cursor whose records are compared with the totals."""
 FLOATS = float, float | None
@@ -121,7 +122,7 @@ def _fill(run: Path, saved: Mapping[str, Any], reducer: Reducer, most_bytes: int
 
 
 def _check_files(run: Path, cursors: Mapping[str, Cursor], most_bytes: int | None) -> None:
-    """Raises ValueError if a file was replaced, or if too many bytes follow the snapshot."""
+    """Raises ValueError if a file was replaced or too many heartbeat bytes follow the snapshot."""
     since = 0
     for name, cursor in cursors.items():
         rank, path = rank_of(name), run / name
@@ -135,7 +136,10 @@ def _check_files(run: Path, cursors: Mapping[str, Cursor], most_bytes: int | Non
 
 
 def _check_newest(path: Path, cursor: Cursor, totals: RankTotals) -> None:
-    """Raises ValueError if the records before the cursor are newer or older than the totals."""
+    """Raises ValueError if the newest record before the cursor is not the newest of the totals.
+
+    Totals with a `trouble` are accepted, and so are totals whose attempt has no record there.
+    """
     part = totals.attempts[totals.newest]
     begin = max(0, cursor.at - CHECKED_BYTES)
     data = jsonl.read_bytes(path, cursor.at - begin, begin)
@@ -220,7 +224,7 @@ def load_series(run: Path, reducer: Reducer) -> None:
 
 
 def _spans(run: Path, level: int, only: Collection[str]) -> Iterator[Span]:
-    """Yields the valid spans of a history file, the newest first, with the bands in `only`."""
+    """Yields the valid spans of a history file, the newest first; `only` selects the bands."""
     data = record_files.read_end(history(run, level), HISTORY_BYTES, run)
     stop = len(data)
     while stop > 0:

@@ -73,7 +73,7 @@ class Thread:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """One dump of one rank, the main thread first."""
+    """One dump of one rank."""
 
     rank: int
     ts: float
@@ -117,7 +117,7 @@ def latest(
 
     def read(path: Path, rank: int, ts: float) -> Stack | None:
         text = jsonl.read_bytes(path, MAX_DUMP_BYTES).decode("utf-8", "replace")
-        pid = int((_PID.findall(text) or [0])[-1])  # `parse` returns the last dump too
+        pid = int((_PID.findall(text) or [0])[-1])  # the last, as in `parse`
         return Stack(rank, ts, str(path), parse(text), pid) if text else None
 
     return newest_of(_NAME, read, run, ranks, since_ts, until_ts)

@@ -1,6 +1,6 @@
 """Adds up a run over all its ranks and attempts; the gates are evaluated from these totals.
 
-The file of each rank is added up separately, so the order in which files are read does not matter.
+The heartbeat file of each rank is added up separately, so the order of these files does not matter.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ STEPPING = ("fetch", "forward", "backward", "optimizer", "log", "step")
 
 @dataclass(slots=True)
 class GpuTotals:
-    """The totals for the mean utilisation of each GPU while every rank is in a training step.
+    """The totals for the mean utilisation of each GPU while the ranks are in a training step.
 
-    Samples are not numbered. If the time between two samples is longer than `EVERY_S`, the excess
-    is treated as idle, so that missing samples can only lower the use.
+    The time between two samples counts if in both, every rank of the sample was in a step. If this
+    time is longer than `EVERY_S`, the excess is treated as idle, so that missing samples can only
+    lower the use. The time from one attempt to the next counts as idle.
     """
 
     seconds: float = 0.0
@@ -43,7 +44,7 @@ class GpuTotals:
     trouble: str = ""
     """Why the use of the GPUs is not known, or "" if it is known."""
     newest: tuple[int, float, int] | None = None
-    """Attempt, monotonic time and step of the newest sample; None if a rank was not in a step."""
+    """Attempt, monotonic time and step of the newest sample, if all its ranks were in a step."""
     mono: float = -math.inf
 
     def add(self, sample: Record) -> None:
@@ -108,7 +109,7 @@ class Summary:
         self.name = ""
         """A note in `Gate.window` that these totals belong to an earlier run, or ""."""
         self.ends: dict[tuple[int, int], LastPulse] = {}
-        """The last pulse of each process that has ended. The key has the attempt and the rank."""
+        """The last pulse of each rank that has ended. The key has the attempt and the rank."""
 
     def add(self, record: Record) -> bool:
         """Adds a heartbeat record; returns whether it is new."""
@@ -167,7 +168,7 @@ class Summary:
         return self.ranks.get(rank) or RankTotals(rank)
 
     def different(self, ranks: range) -> list[int]:
-        """Returns the ranks with a record or a last pulse, and the first rank without either.
+        """Returns each of `ranks` with a record or a last pulse, and the first without either.
 
         All ranks without either have equal totals, so a result for one of them holds for all.
         """
@@ -181,15 +182,15 @@ class Summary:
 
     @property
     def all_attempts(self) -> range:
-        """The attempts with a record or an event, at most `MAX_ATTEMPTS`."""
+        """The attempts up to the newest with a record or an event, at most `MAX_ATTEMPTS`."""
         newest = max((each.newest for each in self.ranks.values()), default=0)
         return range(1, min(max(self.attempts or 0, newest), MAX_ATTEMPTS) + 1)
 
     def gap(self, ranks: range, surviving: bool, tails: bool) -> str:
         """Returns why the records do not cover the run, or "" if they do.
 
-        With `surviving` only the surviving steps are checked. With `tails` a rank that was killed
-        needs no last records, because its pulse replaces them.
+        With `surviving` only the surviving steps are checked. With `tails` a rank without an exit
+        record needs no last records, because its pulse replaces them.
         """
         if not self.of_rank(0).progress:
             newest = self.of_attempt(0, self.of_rank(0).newest)
@@ -254,7 +255,7 @@ class Summary:
         return ""
 
     def _starts_differ(self, ranks: range) -> str:
-        """Returns which ranks began a later attempt at different steps, or "" if they agree."""
+        """Returns a sentence on ranks that began a later attempt at different steps, or ""."""
         for attempt in self.all_attempts[1:]:
             starts = {
                 part.start: rank for rank in sorted(self.ranks) if rank in ranks

@@ -1,6 +1,6 @@
 """Follows growing files of JSON lines, and reads complete compressed files.
 
-A `Tail` buffers the unfinished last line, skips and counts lines that it cannot parse, detects
+A `Tail` buffers the unfinished last line, skips and counts lines that are not records, detects
 truncation and replacement, and reads a limited number of bytes at a time.
 """
 

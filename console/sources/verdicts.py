@@ -27,7 +27,7 @@ class Seen:
 
 
 def stored(run: Path, limit: int = MAX_PER_RUN, until_ts: float = math.inf) -> Iterator[Verdict]:
-    """Yields the newest `limit` valid verdicts of a run until `until_ts`, the newest first."""
+    """Yields the valid verdicts in the newest `limit` files until `until_ts`, the newest first."""
     names = rundir.names(run / rundir.VERDICTS, run) or []
     every = filter(None, map(_NAME.fullmatch, names))
     found = [match for match in every if int(match[1]) <= until_ts * 1000]
@@ -39,7 +39,7 @@ def stored(run: Path, limit: int = MAX_PER_RUN, until_ts: float = math.inf) -> I
 
 
 def newest(run: Path) -> Verdict | None:
-    """Returns the newest verdict of a run, or None; a verdict from the future is ignored."""
+    """Returns the newest verdict of a run, or None; ignores times later than now + `CLOCK_S`."""
     until_ts = time.time() + CLOCK_S
     return next((each for each in stored(run, until_ts=until_ts) if each.ts <= until_ts), None)
 

@@ -180,7 +180,7 @@ class Attempt:
             os.close(log_fd)
 
     def _retry_or_end(self, why: str, error: Exception | None) -> None:
-        """Retries a restart after an error that may be temporary; otherwise ends the attempt."""
+        """Retries a restart after OSError if no action was requested; else ends the attempt."""
         if self._number == 1 or not isinstance(error, OSError) or self.known.requested:
             self._end_unstarted(why)
             return
@@ -236,8 +236,8 @@ class Attempt:
     def _watch_ranks(self) -> None:
         """After a rank has failed, schedules KILL for the other ranks: one grace time from now.
 
-        torchrun also ends the other ranks. But it may wait 30 s before it sends KILL, and it sends
-        nothing if it is stopped or has exited.
+        A request that ends the ranks has its own KILL. torchrun also ends the other ranks. But it
+        may wait 30 s before it sends KILL, and it sends nothing if it is stopped or has exited.
         """
         if self.known.rank_failure or self.known.requested in ENDED_FROM_HERE:
             return
@@ -350,8 +350,8 @@ class Attempt:
     def checkpoint(self, former: int) -> int:
         """Returns the step of the newest checkpoint at the attempt's end, or 0 if there is none.
 
-        A checkpoint newer than `former` counts if it has both a directory and a record. For a
-        program without records, the directory is enough. If the directory cannot be read, the
+        A checkpoint newer than `former` counts if it has both a directory and a record. In an
+        attempt without records, the directory is enough. If the directory cannot be read, the
         record is enough.
         """
         recorded = max(former, self.saved)

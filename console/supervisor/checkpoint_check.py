@@ -29,7 +29,7 @@ DAMAGED = 15
 PROGRAM_BYTES = 512 << 20
 """Memory that the loading program may need in addition to the size of the files.
 
-On x86, the program needed 294 MiB for 937 MiB of files.
+On x86, the program needed 294 MiB in addition to 937 MiB of files.
 """
 ALERTS = {what: f"{CHECKPOINT_ALERT}{what}" for what in ("load", "backup")}
 Outcome = tuple[Result, Level, str]

@@ -60,10 +60,11 @@ class Services:
         self.link.store(path, record)
 
     def write_last_documents(self, run: Path) -> None:
-        """Writes the documents of an ended run again; a former child may not have written them.
+        """Writes gates.json and supervisor.json of an ended run again, as the owner stored them.
 
-        If the run was removed, or another run is at its path, they are given up. Otherwise their
-        writes would fail for ever, or overwrite the documents of the other run.
+        A former child may have died before it wrote them. If the run was removed, or another run is
+        at its path, the two documents are given up: their writes would fail for ever, or overwrite
+        the documents of the other run.
         """
         stored = {run / name: self.link.stored(run / name)
                   for name in (rundir.GATES, rundir.SUPERVISOR)}  # fmt: skip
@@ -71,7 +72,7 @@ class Services:
         token = rundir.token(self.link.stored(run / rundir.RUN) or {})
 
         def write() -> None:
-            unwritten = self.directory.unwritten  # it is written with the next document
+            unwritten = self.directory.unwritten  # these are written with the next document
             unwritten.update(documents)
             try:
                 os.stat(run / rundir.RUN)

@@ -1,4 +1,4 @@
-"""Checks the documents of a former supervisor against each other before an adoption.
+"""Checks documents of a former supervisor against each other, events and processes.
 
 A restart that is due, or a flag for later phases, is accepted only if an event confirms it.
 Otherwise a warning says that it is ignored. If two documents contradict each other, the launch is
@@ -137,8 +137,8 @@ def check_run(
     """Returns three values: run.json, supervisor.json, and warnings about their entries.
 
     If supervisor.json lacks the end of the run, for example after a full disk, the end comes from
-    the supervisor heartbeat or from the last state in the events, unless a rank is alive. No
-    further attempt starts then, whatever the end is.
+    the supervisor heartbeat or from the last state in the events, unless a rank is alive. After
+    such an end, whatever it is, no further attempt starts.
     If the former supervisor accepted a halt, stop or kill, no further attempt starts either.
     Raises RefusedError, for example if plan.json or a process that is alive contradicts run.json.
     """

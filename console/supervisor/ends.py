@@ -51,8 +51,8 @@ class Ends:
     def failure(self, grace_s: float) -> str:
         """Returns a sentence on the ranks that failed while others are alive, or "".
 
-        The exit code or the signal of a rank shows the failure. If the exit was not observed, the
-        exit record is used.
+        The exit code or the signal of a rank shows the failure. If the exit is not observed within
+        `LATE_END_S`, the exit code in the last record is used.
         """
         found = [str(n) for n, each in sorted(self._tree.workers.items()) if self._has_failed(each)]
         if not (found and self._tree.alive()):
@@ -83,10 +83,11 @@ class Ends:
     def alerts(
         self, is_ending: bool, late_s: float, exit_s: float
     ) -> Iterator[tuple[str, str, str]]:  # fmt: skip
-        """Yields name, text and key of each alert on processes that do not start or end.
+        """Yields name, text and key of each alert on late or stuck processes or a lost torchrun.
 
-        The ranks are late if `late_s` has passed since the start of torchrun; 0 if it has not. A
-        rank hangs at its exit if its process is alive `exit_s` after its exit record.
+        `late_s` is the time limit for the start of the ranks once it has passed, 0 before. A rank
+        hangs at its exit if its process is alive `exit_s` after its exit record. With `is_ending`,
+        the only alert is on processes that KILL has not ended.
         """
         tree, heads, now = self._tree, self._heads(), time.monotonic()
         if stuck := tree.stuck():
@@ -193,9 +194,9 @@ def end_of(
 
 
 def _doubt(worker: Worker, head: LatestRecords, step: int) -> str:
-    """Returns why exit 0 in the last record of a rank is not accepted, or "" if nothing is wrong.
+    """Returns why the exit in the last record of a rank is not accepted, or "" if nothing is wrong.
 
-    The result is also "" if the record says another exit code.
+    Only exit 0, and an exit record without a known code, can be in doubt.
     """
     recorded = head.step
     claimed = worker.signal or (f"exit {worker.code}" if worker.code else "")

@@ -131,10 +131,10 @@ class FormerRun:
 
 
 def recorded_end(state: Mapping[str, Any]) -> ReaderView:
-    """Returns the end in supervisor.json, or a view without a state if there is none.
+    """Returns the end in supervisor.json; without an end and its reason, a view without a state.
 
-    A recorded success is left out: a program could forge it, and it would start the next phase. The
-    exit codes and the records of the ranks decide about it.
+    A recorded success is left out, because a program could forge a success to start the next phase.
+    The exit codes and the records of the ranks decide whether the run succeeded.
     """
     name, why = jsonl.text(state, "state"), clean(jsonl.text(state, "why"), 400)
     is_kept = name in FINAL and name != "completed" and why

@@ -140,8 +140,9 @@ class Inbox:
     """Owns the ids of the requests that were received; executes each request once.
 
     A request that is not newer than `since_ns`, the start of this supervisor, is rejected, because
-    an earlier supervisor may have executed it. A request that was sent before the clock of the file
-    system was set back is rejected too. The times of files are compared, not the time in a request.
+    an earlier supervisor may have executed the request. A request from the future is rejected too,
+    because the clock of the file system was set back after it was sent. While the clock is before
+    `since_ns`, only the second rule applies. The times are those of files, not those in requests.
     """
 
     def __init__(

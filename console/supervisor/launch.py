@@ -60,7 +60,7 @@ class Launch:
             services.link,
         )  # fmt: skip
         self._ended_by, self._requested = "", set[str]()
-        """Why no further phase starts, or ""; "ACTION requested by SENDER" for each of `STOPS`."""
+        """Why no further phase starts, or ""; requests of `STOPS`: "ACTION requested by SENDER"."""
         self._numbers: dict[Path, int] = {}
         """The newest attempt of each run that ended under this process."""
         self._last_poll, self.over, self._refreshed = False, False, 0.0
@@ -145,7 +145,7 @@ class Launch:
         self.state, self._why = "running", ""
         # plan_state.json is published before the run starts, because the next child must know of
         # the run. If the state were still "waiting", the child would wait for the following phase.
-        # It is written before run.json, because it must contain each run that has begun.
+        # plan_state.json is written before run.json, so that it contains each run that has begun.
         self._publish(keeps_place=True)
         flags = self._spec.flags(index, self._next_flags.values())
         try:

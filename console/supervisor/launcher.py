@@ -96,7 +96,7 @@ class Claim:
     def _clear(self) -> None:
         """Removes half-written documents and, without `adopt`, files of a launch that never ran.
 
-        The lock must be held. Raises OSError.
+        This process must have the lock. Raises OSError.
         """
         for folder in (self.directory, *self.directory.glob("[0-9]*-*")):
             with contextlib.suppress(OSError):

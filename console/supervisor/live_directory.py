@@ -1,7 +1,7 @@
 """Creates, reads and removes the live directory of an attempt, which is in shared memory.
 
-The directory has the pulses, the stacks and the supervisor heartbeat. `sweep` removes the live
-directories of dead supervisors.
+The directory has the pulses, the stacks, the halt board and the supervisor heartbeat. `sweep`
+removes the live directories of dead supervisors.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Live:
                 rundir.remove_tree(unready)
 
     def _create_files(self, folder: Path, attempt: int) -> None:
-        """Creates all files, with memory for the pulses. Raises OSError if there is no memory."""
+        """Creates the ranks' files and the halt board, with memory for both. Raises OSError."""
         pulses = [rundir.pulse(folder, rank) for rank in range(self._nproc)]
         for path in (*pulses, rundir.halt_board(folder, attempt)):
             pulse.mapped(path, pulse.SIZE_BYTES).close()
@@ -170,7 +170,7 @@ class LastPulses:
         return last.step if last is not None else 0
 
     def phase(self, rank: int, step: int) -> str:
-        """Returns the phase of `step` in which a rank ended, or "" if its pulse has none."""
+        """Returns the phase in which a rank ended, or "" if its pulse shows no phase of `step`."""
         last = self._found.get(rank)
         if last is None or last.step != step or last.phase in ("step", "exit"):
             return ""

@@ -73,7 +73,7 @@ class Monitor:
         """Parts of a newer verdict that differs from `verdict`, and the time of its evidence."""
         self._doubtful_polls = 0
         self._queued: dict[int, tuple[int, float]] = {}
-        """A record of each rank, by its number, and the time since when it was seen queued."""
+        """The number of a queued record of each rank, and when this record was first seen."""
         self._late = late
         self._first_positions: dict[int, tuple[int, int, int]] = {}
         """The position of each pulse when it was first seen."""
@@ -135,7 +135,7 @@ class Monitor:
         return True
 
     def reset(self) -> None:
-        """Drops the verdict and its alerts, because nothing was sampled or evaluated."""
+        """Closes the verdict, and clears the alerts on a pending halt, pulses and records."""
         why = "the watch rules are not evaluated"
         self.close(why)
         self._evidence.clear()
@@ -157,7 +157,7 @@ class Monitor:
         return wanted
 
     def _evaluate_gates(self) -> None:
-        """Reports each gate that has an `at` step once, when all ranks have reached that step."""
+        """Reports a gate once for each of its `at` steps that all ranks have reached."""
         summary = self._context.reducer.summary
         for gate in gates.reached(summary, self._context.phase.gates):
             if gate.name not in self._evaluated:
@@ -217,7 +217,7 @@ class Monitor:
     def _check_records(self, seen: Sequence[RankEvidence]) -> None:
         """Raises an alert if a rank queues records that are not read for `UNWRITTEN_S`.
 
-        `seen` is empty while not all records of the ranks have been read.
+        `seen` is empty while the records cannot confirm the pulses (`unread` in `poll`).
         """
         now, heads, late, are_read = time.monotonic(), self._heads(), dict[int, str](), bool(seen)
         before, self._queued = self._queued, {}
@@ -236,9 +236,9 @@ class Monitor:
             self._alerts.clear(UNWRITTEN, "the newest records of all ranks are read again")
 
     def _unchanged(self, seen: Sequence[RankEvidence]) -> str:
-        """Names a rank whose pulse has not changed since this supervisor started, or returns "".
+        """Returns a sentence on a rank whose pulse has not changed so far, or "".
 
-        This matters if the supervisor started while the ranks already ran.
+        The result is "" unless this monitor is `late`.
         """
         for each in seen:
             first = self._first_positions

@@ -1,8 +1,8 @@
 """Calls the observing functions of a run or launch; their exceptions raise alerts.
 
 Such an exception ends neither this process nor a rank. An observer that fails in `run` is skipped,
-tried again later, and switched off after repeated failures. The code that starts and ends
-processes, and the code that decides which phase comes next, are not observers.
+tried again later, and switched off after repeated failures. `Run.tick` and `Attempt.tick`, which
+start and end processes, and the code that decides which phase comes next, are not observers.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Observers:
             self.alerts.raise_(_alert(name), f"{text} is switched off", "crit")
 
     def failed(self, name: str, mistake: Exception, then: str = "") -> None:
-        """Raises the alert on an observer, and writes its traceback into the supervisor's log.
+        """Raises the alert on an observer; writes the traceback of `mistake` into supervisor.log.
 
         Without `then`, the traceback is written at most once in `SETTLED_S`.
         """

@@ -60,9 +60,9 @@ SILENT_ALERTS = frozenset(
 def stall_doubt(run: Path) -> str:
     """Returns why the other files of a run do not confirm a stall, or "" if they confirm it.
 
-    If a file of `WRITTEN` was written T s after the newest record, and T is more than
-    `RECORDS_LATE_S`, then this file contradicts a stall until T s after it was written. If there is
-    no such file, or no record, or a clock was set back after the newest record,
+    If the newest file of `WRITTEN` was written T s after the newest record, and T is more than
+    `RECORDS_LATE_S`, then this file contradicts a stall until T s after it was written. If no file
+    of `WRITTEN` or no heartbeat file exists, or if a clock was set back after the newest record,
     nothing confirms the records.
     """
     records = _newest(run.glob("heartbeat_rank*.jsonl"))
@@ -289,9 +289,10 @@ def _poll(source: OfflineRun) -> Diagnosis | Readings:
 
 
 def _without_verdict(source: OfflineRun, ranks: tuple[RankEvidence, ...]) -> Diagnosis:
-    """Returns "no stall" if the run is starting or all ranks show progress, else "unknown".
+    """Returns "no stall" if all ranks show progress, or else "unknown".
 
-    It is also "unknown" if a rank has ended that left no exit record.
+    A run that starts has "no stall" for up to `startup_s`, unless a rank has ended without
+    reporting its exit.
     """
     state, run, watch = source.state, source.run, source.watch
     silent = [each for each in ranks if not each.phase]

@@ -163,7 +163,7 @@ class Owner:
                 self._receive()
 
     def _receive(self) -> bool:
-        """Handles messages of the child; returns False if there was nothing to read."""
+        """Handles messages of the child; returns False if nothing was read."""
         if self._channel is None:
             return False
         try:
@@ -279,7 +279,7 @@ class Owner:
                     self._channel.send_fd(link.SPAWNED, str(pid).encode(), fd)
             finally:
                 os.close(fd)
-        except OSError:  # the next child learns of the process from its state
+        except OSError:  # the next child gets the process in its `ChildState`
             os.kill(self._pid, signal.SIGKILL)
 
     def _own_attempt(self, named: Mapping[str, Any], torchrun_pid: int, is_parent: bool) -> None:
@@ -363,7 +363,7 @@ class Owner:
         self._send(link.TERM_SENT)
 
     def _kill(self, now: float) -> None:
-        """Sends KILL to torchrun and to processes with the token; doubles the scan interval."""
+        """Sends KILL to torchrun and to processes with the token; repeats this while any lives."""
         if self._torchrun_lives:  # first, because a scan over a process in state D may take long
             os.kill(self._state.torchrun_pid, signal.SIGKILL)
         living = self._living()

@@ -24,7 +24,7 @@ from trainers.contract import jsonl, rundir
 
 LEFTOVER_GRACE_S = 2.0
 SCAN_EVERY_S = 0.2
-"""The time between two scans; a scan reads the environments of the processes of the host."""
+"""The least time between two scans; a scan reads the environments of the host's processes."""
 GONE_STATES = ("Z", "X", process.GONE)
 LATE_S = 1.0
 """Time within which a process usually ends after KILL, and the owner reports an exit."""
@@ -43,7 +43,7 @@ class Worker:
     code: int | None = None
     signal: str | None = None
     observed: bool = False
-    """True if the kernel reported the exit. Otherwise, it is unknown or from a log or document."""
+    """True if the kernel reported the exit; else the exit is unknown, or from a log or document."""
     confirmed: bool = False
     """True if an exit from a log or a document needs no other source."""
     killed_after_failure: bool = False
@@ -62,7 +62,7 @@ class Worker:
         return self.observed and (self.signal is not None or self.code != 0)
 
     def claimed(self, code: int, confirmed: bool) -> None:
-        """Sets an exit code from a log, unless the kernel reported the exit."""
+        """Sets an exit code from torchrun or its log, unless the kernel reported the exit."""
         if not self.observed:
             self.late = self.late or self.over_ts is None
             self.ended(code)
@@ -79,7 +79,7 @@ class Worker:
 
 
 class Tree:
-    """Owns the processes of one attempt; only `spawn` waits for another process.
+    """Owns the processes of one attempt; of the methods, only `spawn` waits for the owner.
 
     torchrun starts with `token` and `home`, the run directory, in its environment, and its
     descendants inherit both.
@@ -210,7 +210,7 @@ class Tree:
         return handle
 
     def poll(self) -> bool:
-        """Records new ranks and the ends of ranks and torchrun; returns whether it found any."""
+        """Records new ranks and the ends of ranks and torchrun; returns whether anything is new."""
         new = process.children(self.agent_pid) if self.incomplete else []
         changed = bool(sum(map(self._add_rank, new)))
         for worker in self.workers.values():
@@ -355,7 +355,7 @@ class Tree:
         """Records the end of a rank, and its exit when known; returns whether anything is new.
 
         For a rank that torchrun reaps, the kernel may have the exit code. For any other rank, the
-        owner has the exit code.
+        exit code comes from the owner.
         """
         before, handle = (worker.over_ts, worker.observed, worker.unreaped), worker.handle
         code = None if worker.observed else self._link.state.exit_codes.get(handle.pid)

@@ -40,7 +40,7 @@ class ReportWriter:
         self._until = time.monotonic() + LIMIT_S
 
     def poll(self) -> None:
-        """Reports why the report is missing or incomplete; gives up if it takes too long."""
+        """Writes an event if the report is missing or incomplete; gives up after `LIMIT_S`."""
         is_late = time.monotonic() >= self._until
         if self._job is None or not (self._job.done() or is_late):
             return
@@ -55,7 +55,7 @@ class ReportWriter:
             self._event("note", f"the report {what}: {why}; {then}", "warn")
 
     def _build(self, queue_is_written: threading.Event) -> None:
-        """Runs in the thread of the report; first waits until earlier records are written."""
+        """Runs in the thread of the report; first waits up to `LIMIT_S` for earlier writes."""
         from console.plans import report
 
         queue_is_written.wait(LIMIT_S)

@@ -76,8 +76,9 @@ def next_attempt(ended: Sequence[AttemptEnd], policy: Restart) -> NextAttempt | 
 
     The reason is "" if the policy is "never", or if the last attempt neither failed nor crashed.
     Only the attempts since the last new checkpoint use up the restarts. Each of these attempts
-    after the first doubles the back-off, up to `LONGEST_BACKOFF_S`. The run ends if the last two
-    attempts have the same error and no new checkpoint between them.
+    after the first doubles the back-off, up to `LONGEST_BACKOFF_S`. The run ends if the last
+    attempt is `hopeless`, or if the last two attempts have the same error and no new checkpoint
+    between them.
     """
     last = ended[-1]
     if policy.when == "never" or last.state not in RESTARTABLE:
