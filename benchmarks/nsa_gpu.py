@@ -1,7 +1,7 @@
 """NSA against dense attention on a GPU: layers by route, training steps, and where the time goes.
 
-The contenders run one after the other in one process; times are medians between CUDA events.
-Products are bf16 under autocast over fp32 weights, as the trainers run them.
+The contenders run one after the other in one process; times of layers and steps are medians between
+CUDA events. Products are bf16 under autocast over fp32 weights, as with `train.precision=bf16`.
 
     python -m benchmarks.nsa_gpu
 """
@@ -116,7 +116,7 @@ def layers(rounds: int) -> str:
 
 
 def steps(rounds: int) -> str:
-    """Returns the table of training steps, eager and compiled."""
+    """Returns the table of training steps: eager, and for the last batch also compiled."""
     rows = []
     peak = peak_flops(torch.cuda.get_device_name(), "bf16")
     for batch in BATCHES:
