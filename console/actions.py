@@ -95,9 +95,10 @@ def prepare(options: LaunchOptions, said: Callable[[str], None] | None = None) -
     """Returns a launch with all its checks; writes nothing into the directory of the launch.
 
     `said` gets a sentence if checks are late, and when measurements begin. For a resume, it also
-    gets a sentence on each flag that differs in the shell or that no answer confirms. Raises
-    UsageError for an unknown plan, phase, flag, setting or gate, and for a wrong value. Raises
-    RefusedError if the working directory does not exist, or if the launch to resume is rejected.
+    gets a sentence on each flag that differs in the shell or that no answer confirms, and on each
+    gate whose override ends. Raises UsageError for an unknown plan, phase, flag, setting or gate,
+    and for a wrong value. Raises RefusedError, for example if the working directory does not exist,
+    or if the launch to resume is rejected.
     """
     try:
         Path.cwd()

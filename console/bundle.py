@@ -130,8 +130,8 @@ _HINT = re.compile(
     rb"authorization)(?:\\{0,8}[\"'])?\s{0,8}[=:, ]|://[^/\s]{1,400}@|bearer |basic |"
     rb"hooks\.slack\.com/|/api/webhooks/|\"(?:hook|alive)\"|" + _FORM.lower().encode()
 )
-"""Is found, in lower case, in each line that a pattern of `_SECRETS` matches. A search for `_HINT`
-is faster than a search for `_SECRETS`."""
+"""Each line that a pattern of `_SECRETS` matches contains, in lower case, a match of `_HINT`. A
+search for `_HINT` is faster than a search for `_SECRETS`."""
 _KEY = re.compile(
     rb"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*-----|\Z)|"
     rb"\A[\w+/=\\\s-]*-----END [A-Z ]*PRIVATE KEY-----",
