@@ -98,7 +98,7 @@ def layers(rounds: int) -> str:
         contenders: dict[str, nn.Module] = {"dense": DenseAttention(configs["dense, same shape"])}
         for route in ROUTES:
             if route == "masked" and seq_len > LAYER_TOKENS[1]:
-                continue  # its mask has an entry for each head and each pair of tokens
+                continue  # its mask has an entry for each pair of tokens
             contenders[f"nsa, sel {route}"] = layer = NSAttention(configs["nsa"])
             usual = layer.routes
             layer.routes = lambda x, first=0, usual=usual, route=route: {
