@@ -1,1 +1,1 @@
-"""Scripts that measure; `results/` has each result with its command, machine and commit."""
+"""Scripts that measure; each file in `results/` has its command, machine and commit."""

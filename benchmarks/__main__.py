@@ -17,7 +17,7 @@ NAMES = (
 
 
 def main() -> None:
-    """Runs the benchmarks that the command line names, or all of them."""
+    """Runs the benchmarks that the command line names, or all that it can name."""
     parser = argparse.ArgumentParser("python -m benchmarks", description=main.__doc__)
     listed = f"one of {', '.join(NAMES)} (default: all of them)"
     parser.add_argument("names", nargs="*", choices=NAMES, metavar="NAME", help=listed)

@@ -1,7 +1,7 @@
 """The time that an operator waits for an answer: `python -m benchmarks.answers`.
 
-A time runs from the key or the signal until the answer is on the screen of an 80×24 terminal, on a
-two-rank CPU run. Only the time of the halt runs until the files of the run show the halt.
+A time runs from the key or the signal until the screen of an 80×24 terminal shows the answer. Only
+the time of the halt runs until the files of the run show the halt. The run has two CPU ranks.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ LINES = "\n".join(f"line {number} of the text" for number in range(15))
 
 
 class Page(Screen[None]):
-    """One page; `repaint` writes its text again with another first line."""
+    """One page; the action `repaint` changes the first line of the text."""
 
     def __init__(self, title: str):
         super().__init__()

@@ -34,7 +34,7 @@ UNDONE = ("fetch", "forward", "backward", "optimizer")
 
 @dataclass
 class Chaos:
-    """The launch under test, with its state now and before the fault."""
+    """The launch under test, with its state now and before the newest fault."""
 
     started: Started
     rng: random.Random
@@ -46,7 +46,7 @@ class Chaos:
     met: int = 0
     """The last finished step when the fault was injected."""
     furthest: int = 0
-    """The last finished step at the fault or its `undo`; with `Fault.ends`, that of the attempt."""
+    """The last finished step at the fault or its `undo`; with `Fault.ends`, the attempt's last."""
     most_mib: float = 0.0
 
     def __post_init__(self) -> None:
@@ -88,7 +88,7 @@ class Chaos:
         return self.started.plan_state["supervisor"]["pid"]
 
     def memory_mib(self) -> float:
-        """Returns the memory of both processes of the supervisor in MiB, or 0 if it has ended."""
+        """Returns the memory of both processes of the supervisor in MiB, or 0 after their end."""
         try:
             found = memory_mib(psutil.Process(self.supervisor))
         except psutil.NoSuchProcess:
@@ -142,7 +142,7 @@ def saves(chaos: Chaos) -> bool:
 
 
 def restarted(chaos: Chaos) -> bool:
-    """Returns whether a later attempt has saved a new checkpoint and passed step `furthest`."""
+    """Returns whether a later attempt runs past step `furthest`, and a new checkpoint exists."""
     again = chaos.now.attempt > chaos.before.attempt and chaos.now.state == "running"
     return again and chaos.saved > saved_before(chaos) and chaos.step > chaos.furthest
 
@@ -159,8 +159,8 @@ def second(chaos: Chaos) -> bool:
 class Fault:
     """One kind of fault. `undo`, if there is one, is called when `holds` returns true.
 
-    After that, `recovered` is polled. A fault with `ends` ends the attempt. A `harmless` fault is
-    not counted as disruptive.
+    Without `undo`, or after its call, `recovered` is polled. A fault with `ends` ends the attempt.
+    A `harmless` fault is not counted as disruptive.
     """
 
     name: str
@@ -204,7 +204,7 @@ HARMLESS = (
 
 @dataclass
 class Injected:
-    """The result of one fault. The seconds begin at the injection; those of `lost_s` end there."""
+    """The result of one fault. `lost_s` ends at the injection; the other seconds begin there."""
 
     fault: Fault
     ts: float
@@ -239,7 +239,7 @@ def schedule(
 
 
 def inject(chaos: Chaos, fault: Fault) -> Injected:
-    """Injects one fault, and waits until the run has recovered or ended, at most `GUARD_S`."""
+    """Injects a fault; waits at most `GUARD_S` for the recovery of the run or the plan's end."""
     chaos.before = chaos.look()
     chaos.met = chaos.furthest = chaos.step
     known = {alert.id for alert in chaos.now.alerts}

@@ -1,4 +1,4 @@
-"""Describes the machine and the commit, and writes the result tables of all benchmarks."""
+"""Describes the machine and the commit, and writes the result tables of benchmarks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def publish(name: str, title: str, body: str, notes: str = "", module: str = "") -> None:
-    """Prints a result and writes it to `results/<name>.md`; `module` is the module that ran."""
+    """Prints a result and writes it to `results/<name>.md`.
+
+    `module` is the module that ran, or "" if the module has the name `name`.
+    """
     load = os.getloadavg()[0]
     text = (
         f"# {title}\n\n{body}\n\n{notes}\n\n"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from benchmarks.drill_faults import FAULTS, Fault
 
 FAULT_STEP = 6
-"""The step of the faults outside start-up. All phases occur in this step, also `save`."""
+"""The step of the faults outside start-up. The program also saves in this step."""
 BOOT = ("early", "late")
 """Places before the first step: at the start, and between the calls of init and join."""
 BOOT_PHASES = frozenset(("", "boot", "load"))
@@ -21,7 +21,7 @@ OTHER_PHASES = {
     "unused-backward": frozenset(("backward", "log")),
     "small-forward": frozenset(("backward",)),
 }
-"""The right phases of the faults whose rank may wait in another phase than that of the fault."""
+"""The right phases of some faults. For other faults in a step, the phase of the fault is right."""
 EITHER = frozenset((
     "collect", "average", "check", "lengths", "turns", "small", "worn", "nearby", "share",
 ))  # fmt: skip
@@ -85,7 +85,7 @@ def truth(case: Case) -> Truth:
     """Returns the right ranks, phases and cause of a case."""
     fault = BY_NAME[case.fault]
     ranks = {case.rank}
-    if fault.cause == "transport":  # a connection has two ends, so no rank is right too
+    if fault.cause == "transport":  # a connection has two ends, so a verdict may name no rank
         ranks |= {None}
     if fault.mechanism in EITHER and case.world == 2:
         ranks |= {None, 0, 1}

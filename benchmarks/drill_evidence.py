@@ -34,7 +34,7 @@ class Inputs:
 
 
 def collected(path: Path) -> Inputs | None:
-    """Returns the inputs from a stalled launch, or None if no rank can stall now."""
+    """Returns the inputs from a launch, or None if it has ended or no rank has usable evidence."""
     source = OfflineRun(path)
     ranks = _ranks(source)
     if not ranks:
@@ -45,7 +45,10 @@ def collected(path: Path) -> Inputs | None:
 
 
 def _ranks(source: OfflineRun) -> tuple[RankEvidence, ...]:
-    """Returns the ranks of a live run, or (). A rank without a phase is as old as run.json."""
+    """Returns the ranks of a live run, or ().
+
+    A rank without a phase counts as unchanged since run.json was written.
+    """
     now = source.poll()
     if now is None or source.over:
         return ()
@@ -57,7 +60,7 @@ def _ranks(source: OfflineRun) -> tuple[RankEvidence, ...]:
 
 
 def explained(inputs: Inputs) -> Verdict | None:
-    """Returns the verdict that a supervisor gives on these inputs, or None without a stall."""
+    """Returns the verdict that follows from these inputs, or None without a stall."""
     return diagnose(inputs.ranks, inputs.watch, inputs.ts, inputs.evidence)
 
 
@@ -73,7 +76,7 @@ def read(path: Path) -> tuple[dict[str, Any], Inputs]:
 
 
 def decoded(kind: Any, value: Any) -> Any:
-    """Returns an object of the type `kind` from the JSON of its fields.
+    """Returns a value of the type `kind` from JSON data.
 
     A field that an older file lacks has its default.
     """

@@ -1,8 +1,8 @@
 """The faults of `make drills`: their true causes and the places where they are injected.
 
-Each text has the name of a fault, which is a mechanism and a phase, and then a word for each case:
-`2:0` is rank 0 of 2, `2:all` is every rank of 2. A word ends with `-` if the program joins with
-three lines and reports no phases.
+Each text has the name of a fault and a word for each case. The name is a mechanism and its place: a
+phase, or `early` or `late` for start-up. The word `2:0` is rank 0 of 2, and `2:all` is every rank
+of 2. A word ends with `-` if the program joins with three lines and reports no phases.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ AUTHORS = (1, 2)
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One mechanism in one phase. Author 2 did not know the rules of the diagnosis."""
+    """One mechanism at one place. Author 2 did not know the rules of the diagnosis."""
 
     name: str
     cause: str

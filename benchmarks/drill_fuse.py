@@ -20,7 +20,7 @@ ENOSYS = 38
 
 
 class Unavailable(Exception):
-    """This machine does not permit the fault; the text says why."""
+    """A case does not count; the text has the reason, for example that FUSE is missing."""
 
 
 def mount(path: Path, stack: ExitStack) -> int:
@@ -49,7 +49,7 @@ def mount_stuck(folder: Path, stack: ExitStack) -> None:
 
 
 def _serve(fd: int, closing: threading.Event) -> None:
-    """Answers until a file is open; later requests stay in the queue of the kernel."""
+    """Answers until a file is open or `closing` is set; the kernel queues later requests."""
     opened = False
     while not (opened or closing.is_set()):
         if not select.select([fd], [], [], 0.2)[0]:

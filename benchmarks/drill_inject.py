@@ -149,4 +149,4 @@ INJECT: dict[str, Callable[[Started, int, Path, ExitStack], None]] = {
     "kill": _kill,
     "disk": freeze_disk,
 }
-"""How this process injects a mechanism that the training program does not produce itself."""
+"""The injection at the place of the fault, by mechanism."""

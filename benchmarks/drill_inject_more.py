@@ -1,4 +1,4 @@
-"""Injects those mechanisms of author 2 that the training program does not produce itself."""
+"""Injects faults of author 2 from outside the training program."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _collect(folder: Path, stack: ExitStack) -> None:
 
 
 def _hierarchy(controller: str) -> Path:
-    """Returns the root of a version 1 hierarchy of cgroups."""
+    """Returns the root of the version 1 hierarchy of cgroups that has this controller."""
     for line in Path("/proc/mounts").read_text().splitlines():
         _, where, kind, options, *_ = line.split()
         if kind == "cgroup" and controller in options.split(","):
@@ -249,7 +249,7 @@ def _inspect(started: Started, rank: int, _folder: Path, stack: ExitStack) -> No
 
 
 def _trace_calls(started: Started, rank: int, _folder: Path, stack: ExitStack) -> None:
-    """Stops a tracer of system calls, so that the rank stays in its next system call."""
+    """Attaches a tracer of system calls and stops it, so that the rank stays in its next call."""
     words = ["strace", "-f", "-e", "trace=all", "-o", "/dev/null"]
     pid = started.pids()[rank]
     tracer = _tracer(pid, *words, "-p", str(pid), says="attached", stack=stack)

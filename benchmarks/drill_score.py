@@ -1,4 +1,4 @@
-"""Scores verdicts against the injected truth, and writes the tables of `make drills`."""
+"""Compares verdicts with the injected truth, and makes the tables of `make drills`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def said_by(document: Mapping[str, Any], first_s: float, final_s: float) -> Said
 
 
 def score(right: Truth, said: Said | None) -> Score:
-    """Compares a verdict with the truth. A missing verdict or unknown cause is entirely wrong."""
+    """Compares a verdict with the truth. A missing verdict or the cause `unknown` is wrong."""
     known = said is not None and said.cause != "unknown"
     phase = known and said.phase in right.phases if right.phases else None
     return Score(

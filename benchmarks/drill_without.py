@@ -1,4 +1,4 @@
-"""Explains recorded drills again, each time without one or two kinds of evidence.
+"""Explains recorded drills again, with all evidence and without one or two kinds of it.
 
 `python -m benchmarks.drill_without DIR [--publish]`: DIR has the files of `benchmarks.drills
 --record DIR`. The exit code is 1 if a verdict of high confidence is wrong.
@@ -28,7 +28,8 @@ HELD_BY = re.compile(r", held by pid .*$")
 
 
 Change = Callable[[Inputs, int], Inputs]
-"""A function that removes a part of the inputs; the number is the rank with the fault."""
+"""A function that removes a part of the inputs. The number is the rank with the fault, or 0 if all
+ranks have the fault."""
 
 
 def _evidence(change: Callable[[Evidence], Evidence]) -> Callable[[Inputs], Inputs]:
@@ -118,7 +119,7 @@ def _without_phase(rank: RankEvidence) -> RankEvidence:
 
 
 def _of_one(field: str, of_culprit: bool) -> Change:
-    """Returns a change that removes the evidence of one rank: the culprit or another rank."""
+    """Returns a change that removes one kind of evidence of the culprit or of another rank."""
 
     def change(of: Inputs, culprit: int) -> Inputs:
         ranks = [each.rank for each in of.ranks if (each.rank == culprit) == of_culprit]
@@ -153,7 +154,7 @@ KINDS: Mapping[str, Callable[[Inputs], Inputs]] = {
     "pulse phases": _ranks(_without_phase),
     "times of the records": _ranks(lambda r: replace(r, records_s=None, p99_s=None)),
 }  # fmt: skip
-"""The functions that remove a kind of evidence of all ranks, by the name of the kind."""
+"""The functions that remove a kind of evidence of all ranks, by its name ("nothing": none)."""
 OF_ONE: Mapping[str, Change] = {
     f"the {name} of {who}": _of_one(field, of_culprit)
     for field, name in (("stacks", "stack"), ("flights", "flight record"),
@@ -174,7 +175,7 @@ class Marks:
 
 
 def marks(case: Case, kinds: Sequence[str], inputs: Inputs) -> Marks:
-    """Returns the marks of the verdict that follows without some kinds of evidence."""
+    """Returns the marks of the verdict that follows without these kinds of evidence."""
     for kind in kinds:
         inputs = OF_ONE[kind](inputs, case.rank or 0) if kind in OF_ONE else KINDS[kind](inputs)
     right, found = truth(case), explained(inputs)

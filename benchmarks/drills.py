@@ -2,9 +2,9 @@
 
 `python -m benchmarks.drills [--author 1|2] [--only PATTERN] [--sample N] [--seed S] [--jobs N]
 [--json FILE] [--add FILE] [--record DIR] [--publish] [--list]`. Without a selection, or with
-`--publish`, it writes `benchmarks/results/diagnosis.md`. `--record` writes the inputs of each
-verdict for `benchmarks.drill_without`. All processes of the runs are ended, also after SIGINT or
-SIGTERM.
+`--publish`, the result is written to `benchmarks/results/diagnosis.md`. If the run of a case has
+not ended, `--record` writes the inputs of its verdict for `benchmarks.drill_without`. All processes
+of the runs are ended, also after SIGINT or SIGTERM.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ FLOOR_S = 5
 START_S, BOOT_START_S = 120, 30
 """`watch.startup_s`. The shorter limit is for faults before the first step."""
 VERDICT_S, STABLE_S = 25.0, 6.0
-"""Longest wait for a verdict, and the time after which an unchanged verdict is final."""
+"""Longest wait for a verdict on a fault after start-up, and the time after which an unchanged
+verdict is final."""
 REACH_S, LOOK_EVERY_S, CLEAN_S = 180.0, 0.1, 15.0
 ENDED_BY = re.compile(r"\brank (\d+)(?:: |\b.*?\b(?:killed|exited|crashed|SIG[A-Z]+)\b)")
 ENDED_IN = re.compile(r" at step \d+ in (\w+)")
@@ -110,7 +111,7 @@ class Drill:
         return value
 
     def _inject(self) -> float:
-        """Waits until a rank reaches the place of the fault; returns the time of the fault.
+        """Waits until the place of the fault is reached; returns the time of the fault.
 
         Injects the fault if `INJECT` has its mechanism.
         """
@@ -221,7 +222,7 @@ def clean(started: Started) -> None:
 
 
 def drill(case: Case, stop: threading.Event, record: Path | None = None) -> Result:
-    """Runs one case in a separate directory; with `record`, stores its evidence there."""
+    """Runs one case in a temporary directory; stores its evidence in `record`, if that is set."""
     if stop.is_set():
         raise Interrupted
     try:

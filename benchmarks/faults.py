@@ -25,7 +25,7 @@ HEADER = (
 )  # fmt: skip
 MAX_WORDS = 160
 FOLDER = re.compile(r"/tmp/(?:[^\s/]+/)+")
-"""The temporary directory of a test, which is left out of the result."""
+"""Directories below /tmp, which are left out of the result."""
 
 
 @dataclass
@@ -103,7 +103,7 @@ class Recorder:
 
 
 def _rows_of(item: pytest.Item) -> list[tuple[str, str]]:
-    """Returns the rows that a test proves, with the name of the case."""
+    """Returns the numbers of the rows that a test proves, each with the name of the case."""
     mark = item.get_closest_marker("fault")
     if mark is None:
         node, _, _ = item.nodeid.partition("[")
@@ -130,7 +130,7 @@ def main() -> int:
     recorder = Recorder(options.repeats)
     elsewhere = [node for row in ROWS for node in row.elsewhere]
     only = ["-k", options.only] if options.only else []
-    # A test that hangs is one failure. pytest's own time limit would end all later tests.
+    # A test that hangs is one failure. The usual `timeout_method` would end all later tests.
     guard = ["-o", f"timeout={GUARD_S}", "-o", "timeout_method=signal"]
     words = ["-m", "slow or not slow", "-q", "--durations=0", "--durations-min=30", *guard, *only]
     code = pytest.main(["tests/faults", *elsewhere, *words], plugins=[recorder])

@@ -29,7 +29,7 @@ BUDGET = 10e6
 
 
 def write(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Writes the same documents in each format. Yields sources and their folders."""
+    """Writes the same documents in each format. Yields each source with its folder."""
     words = [f"word{i}" for i in range(3000)]
     generator = random.Random(0)
     texts = [" ".join(generator.choices(words, k=DOCUMENT_BYTES // 8)) for _ in range(DOCUMENTS)]

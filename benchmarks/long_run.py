@@ -1,9 +1,9 @@
 """The cost of reading a run that has trained for days: `python -m benchmarks.long_run`.
 
-A run directory is written with the functions of the contract: 8 ranks, 8 GPUs, a sample each
-second, and a record of each rank every 20 steps of 0.3 s. The costs of commands are CPU times, also
-as multiples of the CPU time of `nsa-console flags`, which reads no run. The commands are measured
-in turn. The time of the charts is wall time.
+The run directory is synthetic: 8 ranks, 8 GPUs, a sample each second, and a record of each rank
+every 20 steps of 0.3 s. The costs of a command are its peak memory and its CPU time, also as a
+multiple of the CPU time of `nsa-console flags`, which reads no run. The commands are measured in
+turn. The time of the charts is wall time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DAY_S = 86_400
 
 
 def write(folder: Path, span_s: int) -> Path:
-    """Writes a launch whose run began `span_s` ago and still runs; returns the run directory."""
+    """Writes a launch whose run began `span_s` ago and has no end; returns the run directory."""
     began, steps = time.time() - span_s, int(span_s / STEP_S)
     trace = Trace(
         folder / "long" / "20261101-000000", RANKS, began_ts=began, first_step=0, steps=2 * steps,

@@ -1,9 +1,9 @@
 """NSA against dense attention on the CPU: whole training steps, one long layer, peak memory.
 
 The contenders of a timing take turns, so that a lasting load on the machine slows all of them.
-Ratios are ratios of medians. On a shared machine, CPU seconds vary less than wall seconds. With
-several threads, CPU seconds include the time in which threads spin at the end of a parallel region;
-NSA has more of these regions than dense attention.
+Ratios of times are ratios of medians. On a shared machine, CPU seconds vary less than wall seconds.
+With several threads, CPU seconds include the time in which threads spin at the end of a parallel
+region; NSA has more of these regions than dense attention.
 
     python -m benchmarks.nsa_cpu            # all but --decode, ten minutes on two idle cores
     python -m benchmarks.nsa_cpu --quick    # two layers instead of twelve, two rounds
@@ -70,7 +70,7 @@ Times = list[tuple[float, float]]
 
 
 def models() -> dict[str, ModelConfig]:
-    """Returns the M7C model, a dense model of nearly its size, and one of its shape."""
+    """Returns three configurations: M7C, and dense models of nearly its size and of its shape."""
     sparse, matched = (
         resolve(ROOT / "configs" / f"{name}.yaml", {}).settings.model
         for name in ("m7c_125m", "dense_125m")
@@ -159,7 +159,7 @@ def print_peak(name: str, layers: int) -> None:
 
 
 def decoding(layers: int, rounds: int) -> str:
-    """Returns a table of prefill and decoding: by blocks here, by tokens in `LOOP_COMMIT`."""
+    """Returns a table of prefill and decoding; `LOOP_COMMIT` prefills token by token."""
     with tempfile.TemporaryDirectory() as former:
         archive = f"git archive {LOOP_COMMIT} | tar x -C {former}"
         subprocess.run(["bash", "-o", "pipefail", "-c", archive], cwd=ROOT, check=True)
@@ -198,7 +198,7 @@ def measure(layers: int, rounds: int) -> str:
         "nsa": layer_step(NSAttention(sparse), LAYER_TOKENS, sparse.dim),
         "dense": layer_step(DenseAttention(dense), LAYER_TOKENS, dense.dim),
     }
-    # This runs first, before another model uses the heap.
+    # The layers run first, before a model uses the heap.
     layer = rows_of(
         in_turn(steps, 2 * rounds + 1), "attention layer", LAYER_TOKENS, {"dense": LAYER_TARGET}
     )

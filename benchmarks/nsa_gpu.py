@@ -1,7 +1,7 @@
 """NSA against dense attention on a GPU: layers by route, training steps, and where the time goes.
 
-The contenders run one after the other in one process; times are medians between CUDA events.
-Products are bf16 under autocast over fp32 weights, as the trainers run them.
+The contenders run one after the other in one process; times of layers and steps are medians between
+CUDA events. Products are bf16 under autocast over fp32 weights, as with `train.precision=bf16`.
 
     python -m benchmarks.nsa_gpu
 """
@@ -98,7 +98,7 @@ def layers(rounds: int) -> str:
         contenders: dict[str, nn.Module] = {"dense": DenseAttention(configs["dense, same shape"])}
         for route in ROUTES:
             if route == "masked" and seq_len > LAYER_TOKENS[1]:
-                continue  # its mask has an entry for each head and each pair of tokens
+                continue  # its mask has an entry for each pair of tokens
             contenders[f"nsa, sel {route}"] = layer = NSAttention(configs["nsa"])
             usual = layer.routes
             layer.routes = lambda x, first=0, usual=usual, route=route: {
@@ -116,7 +116,7 @@ def layers(rounds: int) -> str:
 
 
 def steps(rounds: int) -> str:
-    """Returns the table of training steps, eager and compiled."""
+    """Returns the table of training steps: eager, and for the last batch also compiled."""
     rows = []
     peak = peak_flops(torch.cuda.get_device_name(), "bf16")
     for batch in BATCHES:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.screen [--runs 5] [--idle 20] [--json]
 
-Each start measures processor time and wall time until the frame and until the data are on the
-terminal. The last start then measures bytes, processor time and memory while the screen idles, and
-the times of keys. A bare Textual program (bare.py) is measured in turn with the screen. Some
+Each start measures CPU time and wall time until the frame and until the data are on the terminal.
+After the last start, bytes, CPU time and memory are measured while the screen idles, and then the
+times of keys. A bare Textual program (bare.py) is measured in turn with the screen. Some
 budgets are multiples of the times of the bare program, because these show how fast the machine is.
 Bytes and memory are valid on a busy machine too; times only on a quiet machine.
 """
@@ -92,7 +92,7 @@ class Terminal:
             os.execve(argv[0], list(argv), variables)
         self.process = psutil.Process(self.pid)
         self.read_at, self.read_cpu_s = self.started, 0.0
-        """The time of the newest read, and the processor time that the program had used by then."""
+        """The time of the newest read, and the CPU time that the program had used by then."""
 
     def pump(self, wait_s: float) -> bool:
         if not select.select([self.fd], [], [], wait_s)[0]:

@@ -53,7 +53,7 @@ CASES = (*(
 
 
 class Run:
-    """One simulated attempt: times of the phases of each rank, records, memory, GPUs."""
+    """One simulated attempt: the times of the phases of each rank, and the records."""
 
     def __init__(self, case: Case, rng: random.Random):
         self.case, self.rng = case, rng
@@ -177,7 +177,7 @@ class Run:
         self.ends += took
 
     def evidence(self, now: float) -> tuple[RankEvidence, ...]:
-        """Returns the evidence about every rank."""
+        """Returns the evidence about every rank at the time `now`."""
         found = []
         last = bisect_right(self.recorded, now)
         times = self.recorded[max(0, last - LAST_GAPS - 1) : last]

@@ -118,9 +118,9 @@ def small_disk(folder: Path) -> Iterator[Path | None]:
 
 
 def soak(chaos: Chaos, due: list[tuple[float, Fault]], span_s: float) -> list[Injected]:
-    """Injects the due faults one after the other, until a fault has no recovery.
+    """Injects the due faults one after the other; returns their results.
 
-    Returns their results.
+    Ends after `span_s`, or at the first fault without a recovery.
     """
     began, done = time.monotonic(), list[Injected]()
     quiet_until = 0.0
@@ -158,7 +158,7 @@ def end(chaos: Chaos) -> str:
 
 
 def settle(found: list[Injected], done: list[steps.Step]) -> None:
-    """Sets for each fault the time to the first step of the next attempt, and the lost steps."""
+    """Sets, for each fault with a later attempt, the time to its first step, and the lost steps."""
     firsts = steps.firsts(done)
     ended = {(step.attempt, step.number): step.ts for step in done}
     for each in found:

@@ -1,4 +1,4 @@
-"""Computes from heartbeats which steps of a run were done, repeated and lost."""
+"""Reads the steps of a run from a heartbeat file, and adds up the times of the surviving ones."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The cost of the supervisor: `python -m benchmarks.supervisor [--seconds S] [--records N]`.
 
 Eight ranks of a program without torch report one step a second, with the figures of a trainer. Then
-eight ranks report a million records as fast as they can, while the supervisor's memory is measured.
+eight ranks report a million records, as fast as these are written to files, while the memory of the
+supervisor is measured.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ def processes(supervisor: psutil.Process) -> list[psutil.Process]:
 
 
 def memory_mib(supervisor: psutil.Process) -> float:
-    """Returns the proportional set size of both processes; shared pages count once."""
+    """Returns the sum of the proportional set sizes (PSS) of both processes, in MiB."""
     return sum(each.memory_full_info().pss for each in processes(supervisor)) / 2**20
 
 
 class Launched:
-    """A launch of the program above, with its supervisor."""
+    """A launch of `PROGRAM`, with its supervisor."""
 
     def __init__(self, folder: Path, steps: int, pause_s: float):
         script, plan = folder / "program.py", folder / "measured.yaml"

@@ -1,7 +1,7 @@
 """The cost of the loop compared with a bare PyTorch loop: `python -m benchmarks.trainer`.
 
-Pairs of runs train a dense model of the same shape on random bytes, in turn: our loop with
-heartbeats, pulse and guards, and a short loop of PyTorch that only trains.
+The runs of two loops take turns: the loop of the trainers, with heartbeats, pulse and guards, and a
+short PyTorch loop that only trains. Both train a dense model of the same shape on random bytes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def bare(sets: Sequence[str], steps: int) -> None:
     from trainers import optim, settings
     from trainers.allocator import keep_freed_memory
 
-    keep_freed_memory()  # as our loop does, so that the gain of this is not measured
+    keep_freed_memory()  # as our loop does: the loop is measured, not the allocator
     chosen = settings.resolve(None, {}, dict(word.split("=", 1) for word in sets)).settings
     world = int(environ.get("WORLD_SIZE", "1"))
     torch.manual_seed(chosen.train.seed)

@@ -3,8 +3,8 @@
 First replays healthy histories through the watchdog with --halt, one update a second. Their step
 times have heavy tails: one phase of one rank is slow, and the other ranks wait. The histories also
 have records every 1 or 20 steps; pauses for evaluation and saving; a slow loader for up to an hour;
-drifting entropy; restarts; text or random bytes; fp16 that calibrates its loss scale; and busy or
-half idle GPUs. Then replays sick histories, each of which should raise the alert of its rule.
+drifting entropy; new attempts; text or random bytes; fp16 that calibrates its loss scale; and busy
+or half idle GPUs. Then replays sick histories, each of which should raise the alert of its rule.
 """
 
 from __future__ import annotations

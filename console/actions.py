@@ -31,7 +31,7 @@ FLAG_OPTION, SET_OPTION, DEVICES_OPTION, SHELL = "--flag", "--set", "--devices",
 TRAINERS = ("ddp", "fsdp")
 ANSWER_POLL_S = 0.05
 ANSWER_BYTES = 1 << 20
-"""The search for an answer begins at most this many bytes before the end of `events.jsonl`."""
+"""The search for an answer begins at most this many bytes before the end of a file of events."""
 
 
 def who() -> str:
@@ -95,9 +95,10 @@ def prepare(options: LaunchOptions, said: Callable[[str], None] | None = None) -
     """Returns a launch with all its checks; writes nothing into the directory of the launch.
 
     `said` gets a sentence if checks are late, and when measurements begin. For a resume, it also
-    gets a sentence on each flag that differs in the shell or that no answer confirms. Raises
-    UsageError for an unknown plan, phase, flag, setting or gate, and for a wrong value. Raises
-    RefusedError if the working directory does not exist, or if the launch to resume is rejected.
+    gets a sentence on each flag that differs in the shell or that no answer confirms, and on each
+    gate whose override ends. Raises UsageError for an unknown plan, phase, flag, setting or gate,
+    and for a wrong value. Raises RefusedError, for example if the working directory does not exist,
+    or if the launch to resume is rejected.
     """
     try:
         Path.cwd()
@@ -138,11 +139,11 @@ def launch(options: LaunchOptions, by: str) -> Path:
 def begin(prepared: Prepared, by: str) -> Path:
     """Starts a prepared launch; returns its directory, which the supervisor owns from then on.
 
-    Raises UsageError, RefusedError or ContractError. With `assume_gpus`, or if the plan does not
-    have the `digest`, the launch is rejected. A resume is rejected while another process resumes
-    the same launch. Without `again`, it is also rejected if another launch already continues that
-    launch. If another launch has taken a directory that is named after the time, a new name is
-    used.
+    Raises UsageError, RefusedError or ContractError. The launch is rejected with `assume_gpus`, if
+    a check has failed, or if the plan does not have the `digest`. A resume is rejected while
+    another process resumes the same launch. Without `again`, a resume is also rejected if another
+    launch already continues that launch. If another launch has taken a directory that is named
+    after the time, a new name is used.
     """
     options = prepared.options
     if options.assume_gpus:

@@ -130,14 +130,14 @@ _HINT = re.compile(
     rb"authorization)(?:\\{0,8}[\"'])?\s{0,8}[=:, ]|://[^/\s]{1,400}@|bearer |basic |"
     rb"hooks\.slack\.com/|/api/webhooks/|\"(?:hook|alive)\"|" + _FORM.lower().encode()
 )
-"""Matches, in lower case, each line that a pattern of `_SECRETS` matches. A search for `_HINT` is
-faster than a search for `_SECRETS`."""
+"""Each line that a pattern of `_SECRETS` matches contains, in lower case, a match of `_HINT`. A
+search for `_HINT` is faster than a search for `_SECRETS`."""
 _KEY = re.compile(
     rb"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*-----|\Z)|"
     rb"\A[\w+/=\\\s-]*-----END [A-Z ]*PRIVATE KEY-----",
     re.DOTALL,
 )
-"""A private key, or the end of a private key whose beginning was cut off."""
+"""A private key, even if its beginning or its end was cut off."""
 _SECRET_NAME = re.compile(_WORD + r"|key|auth|pass", re.I)
 """Names whose value is a secret: those of `_WORD`, and key, auth and pass. Files are not searched
 for the last three, because these words occur there too often."""
@@ -150,7 +150,10 @@ def is_secret(name: str) -> bool:
 
 
 class Redactor:
-    """Removes secrets from bytes: texts of the known forms, and values of secret `variables`."""
+    """Removes secrets from bytes: texts of the known forms, and values of secret `variables`.
+
+    Values with fewer than `LEAST_SECRET_CHARS` characters stay.
+    """
 
     def __init__(self, variables: Mapping[str, str]):
         values = {os.fsencode(form) for name, value in variables.items()

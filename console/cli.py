@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(ended.code or 0)
     except OutputError as error:
         if error.is_broken_pipe and not getattr(options, "acts", False):
-            output.discard()  # the reader has seen enough
+            output.discard()  # the output pipe is closed
             return error.exit_code
         return output.report_error(error, as_json=False)
     except ContractError as error:

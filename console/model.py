@@ -103,7 +103,7 @@ class Gpu:
     sm_mhz: float | None = None
     why: str = ""
     throttle: str = ""
-    """Why the driver lowers the clocks to protect the GPU, or "" if no reason is known."""
+    """The reason for which the driver lowers the clocks to protect the GPU, or "" without one."""
     xid: int | None = None
     """The number of the newest Xid."""
     ecc_uncorrected: int | None = None
@@ -114,7 +114,7 @@ class Gpu:
     xid_count: int = 0
     """Number of Xids since the process that samples the GPU started."""
     xid_ts: float | None = None
-    """Time of the last Xid (unix s)."""
+    """Time of the newest Xid (unix s)."""
     minor: int | None = None
     """N of its device file /dev/nvidiaN; a process that has this file open may use the GPU."""
 
@@ -178,7 +178,7 @@ class Verdict:
     end_ts: float | None = None
 
     def of_past(self) -> Verdict:
-        """Returns the verdict without the command of its next step: pids may be reused by now."""
+        """Returns the verdict without its next step, because pids may be reused by now."""
         command = self.action.partition("; ")[0]
         sentence = self.sentence.replace(f"; {command}", "") if command else self.sentence
         return replace(self, sentence=sentence, action="")
@@ -339,7 +339,7 @@ class RunState:
     directory_blocked_s: float = 0.0
     """Duration so far of the current write or other work in the run directory; 0 without work."""
     checkpoint: str = ""
-    """The newest checkpoint in the directory of the run."""
+    """Name of the newest complete checkpoint in the directory of the run, or "" without one."""
     resumed_step: int = 0
     """The step of the checkpoint from which this attempt resumed, or 0 if it began at step 1."""
     environment: Mapping[str, str] = field(default_factory=dict)

@@ -24,7 +24,7 @@ from console.sources.sanitize import clean
 from trainers.contract.errors import ContractError, RefusedError, UsageError
 
 SPARE_S = 1.0
-"""Time to send a request, and to find out why no answer came."""
+"""Time limit for sending a request, and for finding out why no answer came."""
 T = TypeVar("T")
 
 
@@ -154,8 +154,8 @@ def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> 
 
 
 def _reason(path: Path, action: str) -> str:
-    """Returns which supervisor does not answer: that of another host, or a stopped process."""
-    with contextlib.suppress(ContractError):  # its text would deny that the request was sent
+    """Returns that the supervisor is stopped or on another host, or "" if neither is known."""
+    with contextlib.suppress(ContractError):  # this error would say that nothing was sent
         host, stopped = targets.host_and_stopped(path, ACTIONS[action])
         if pids := " ".join(map(str, stopped)):
             return f"the supervisor (pid {pids}) is stopped, kill -CONT {pids} resumes it"

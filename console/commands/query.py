@@ -85,7 +85,7 @@ def resume_lines(state: RunState) -> list[str]:
 
 
 def follow(run: RunSource, as_json: bool, until_waiting: bool = False) -> int:
-    """Prints each change until a run or launch ends; returns the exit code of the last state.
+    """Prints changes until a run or launch ends; returns the exit code of the last state.
 
     With `as_json` only the last state is printed. With `until_waiting` the function also returns
     when the plan waits for confirmation.

@@ -25,7 +25,7 @@ from trainers.contract.errors import RefusedError
 
 
 def watchdog(options: argparse.Namespace) -> int:
-    """Evaluates the watch rules on a run until the run ends; returns the exit code of its end."""
+    """Evaluates the watch rules on a run or launch until its end; returns the end's exit code."""
     path = launches.find(options.run, options.root, act=options.halt)
     if options.halt:
         access.check_ours(path)
@@ -81,7 +81,7 @@ def _report(change: Change, text: str, as_json: bool) -> None:
 def _try_halt(run: Path, change: Change, is_first: bool, as_json: bool) -> bool:
     """Writes `.HALT` and, if possible, `.anomaly_type`, unless `.HALT` exists; prints the result.
 
-    Returns False if `.HALT` cannot be written. Only the failure of the first try is printed.
+    Returns False if `.HALT` cannot be written. Failures after the first try are not printed.
     """
     path, rule, result = run / rundir.HALT, change.rule, "already exists"
     try:

@@ -244,7 +244,7 @@ def _of_stacks(stall: Stall) -> Sign:
     native = [rank for rank, place in places.items() if place.kind == "native"]
     joining = [rank for rank, place in places.items() if place.kind == "store"]
     own = [rank for rank, place in places.items() if place.kind not in (*FOR_PEERS, "store")]
-    own = own or [  # a rank that may wait for its GPU, while the others wait for peers
+    own = own or [  # a rank that may wait for its GPU; the GPU is not known to run a kernel
         each.number for each in stall.suspects
         if each.where.kind == "device" and not gpu_signs.is_running(each.gpus or ())
     ]  # fmt: skip

@@ -23,10 +23,10 @@ SAVING_PHASES = frozenset(("save", "halt"))
 PAUSES = SAVING_PHASES | {"eval"}
 """In these phases a run does no training step."""
 ENDING_PHASES = SAVING_PHASES | {"exit"}
-"""In these phases a rank waits for no rank that has exited, and a halt is in progress or done."""
+"""In these phases a rank waits for no rank that has exited, and a halt may be in progress."""
 STOPPED_STATES, ENDED_STATES = ("T", "t"), ("Z", "X", "gone")
 NAMED_AFTER_S = 3.0
-"""A stopped or ended rank cannot continue if its pulse has been unchanged for longer than this."""
+"""After this time without a change of the pulse, a stopped or ended rank counts as stalled."""
 UNREPORTED = "step"
 """The value of `phase` within a step if the program has not reported a phase."""
 FIRST_STEP = 1

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from statistics import median
 
 WINDOWS = (8, 32, 128)
-"""Numbers of newest records. Their median rate is compared with that of the earlier records among
-the last `KEPT_RATES`."""
+"""Numbers of newest records whose median rate is compared with the median of earlier rates."""
 KEPT_RATES, LEAST_BEFORE, RATED_EVERY_S = 512, 16, 10.0
 SURE_Z = 6.0
 """A rate counts as lower only if it fell by more than this many standard errors."""

@@ -71,7 +71,7 @@ def setting_values(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gate_collapsed(progress: Progress) -> bool | None:
-    """Returns whether the attention gate uses only one branch, or None without figures of it."""
+    """Returns whether a figure of the attention gate shows a collapse, or None without a figure."""
     entropy, largest = progress.gate_entropy_mean, progress.gate_max_gate
     part = progress.gate_collapse_frac
     if entropy is None and largest is None and part is None:
@@ -137,7 +137,7 @@ class History:
     def __init__(self, settings: Mapping[str, Any] | None = None, slow: float = 1.0) -> None:
         self._settings: Mapping[str, Any] = settings or {}
         self.is_paused = False
-        """True while a rank is in a phase of `PAUSES`."""
+        """True while a rank without a `doubt` is in a phase of `PAUSES`."""
         self.is_current = False
         """True if a record is new, or if no record is overdue and the run is not paused."""
         self.nonfinite: dict[int, NonFinite] = {}
@@ -147,7 +147,7 @@ class History:
         self.rates = Rates(slow)
         self.fetch_shares: dict[int, float] = {}
         """By rank: the share of fetch in the step time of the newest records. If these have only
-        one step, it is not above the share in the records before."""
+        one step, the value is at most the share in the records before."""
         self.pace_ratio: float | None = None
         """Pace of the last minute ÷ earlier pace, from the ranks' steps and this host's clock."""
         self.growth_mib_s: dict[int, float] = {}

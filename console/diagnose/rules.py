@@ -169,7 +169,7 @@ def _ecc(now: Readings, history: History, _watch: Watch) -> Measured | None:
 
 
 def _xid(now: Readings, _history: History, _watch: Watch) -> Measured | None:
-    """Counts all Xids of GPUs with an Xid within `RECENT_XID_S`, also those of former attempts."""
+    """Adds up the Xids of GPUs with an Xid within `RECENT_XID_S`, also those of former attempts."""
     if not now.gpus:
         return None
     recent = [gpu for gpu in now.gpus if gpu.xid_count

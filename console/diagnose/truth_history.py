@@ -87,7 +87,7 @@ class TruthHistory:
     def update(
         self, fresh: Sequence[Progress], ranks: Sequence[RankEvidence], gpus: Sequence[Gpu]
     ) -> None:  # fmt: skip
-        """Adds the new records and one sample of the GPUs."""
+        """Adds the new records and, if all ranks train, one sample of the GPUs."""
         for progress in fresh:
             self._add(progress)
         is_training = all(
@@ -169,7 +169,7 @@ class TruthHistory:
         return count, tuple(sorted(ranks))
 
     def has_batches(self) -> bool:
-        """Returns whether at least two ranks record which batch they read in the same step."""
+        """Returns whether at least two ranks recorded their batch in a step of `_complete`."""
         return any(
             sum(each.batch_crc32 != "" for each in found.values()) > 1 for found in self._complete()
         )

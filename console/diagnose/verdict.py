@@ -155,7 +155,7 @@ def _sure(culprits: Sequence[Suspect], cause: Cause | None, stall: Stall) -> Sur
     of, difference = culprits[0], stall.difference
     first, numbers = of.number, {each.number for each in culprits}
     contrary = [sign for sign in stall.signs if sign.ranks and first not in sign.ranks]
-    # Incomplete flight records are no sign. But if they show ranks that differ, they contradict a
+    # Incomplete flight records that show ranks that differ are no sign. But they contradict a
     # verdict on a rank that is not one of these.
     disagree = max(len(contrary), bool(difference.ranks) and first not in difference.ranks)
     agree = sum(first in sign.ranks for sign in stall.signs)

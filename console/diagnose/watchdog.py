@@ -154,7 +154,7 @@ class Watchdog:
 
     def _lasted(self, rule: Rule, state: _State, measured: Measured) -> bool:
         """Returns whether a value is severe and has lasted long enough for a strong action."""
-        # The severe value may be newer than the alert if it is another value.
+        # Up to the alert, the condition has lasted once. `acts_at` may become severe only later.
         times = STRONG_TIMES - 1 if measured.acts_at is None else STRONG_TIMES
         observed_s = times * max(rule.for_s, measured.limit_s)
         act_s = self._act_s(measured.limit_s) if measured.limit_s else 0.0
