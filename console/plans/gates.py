@@ -170,7 +170,7 @@ def of_last_steps(bounds: Mapping[str, Any]) -> list[str]:
 
 
 def why_no_single(phases: Sequence[Phase], index: int) -> str:
-    """Returns why the gate on scaling of a phase can never pass, or "" if no reason is known."""
+    """Returns why the gate on scaling can never pass, or "" (also if it has an override)."""
     bound = phases[index].gates.get(SCALING)
     single = next((each for each in reversed(phases[:index]) if each.nproc == 1), None)
     if bound is None or demand(bound).override or (single and SPEED in single.gates):
