@@ -163,7 +163,7 @@ class Sweep:
 class Plan:
     """The phases of a launch, and the keys that apply to the whole launch.
 
-    With `gpus` above 0, the trainers of this project train on CUDA, unless a phase sets a device.
+    With `gpus` above 0, the trainers of this project train on CUDA, unless `set` has a device.
     """
 
     name: str
@@ -199,7 +199,7 @@ def highest_p(variants: int) -> float:
 
 MERGED_KEYS = ("flags", "set", "gates", "expects")
 SHARED_KEYS = ("nproc", "module", "script", "config", *MERGED_KEYS)
-"""Keys of a phase that a plan may also set for all phases; `_phase` combines both values."""
+"""Keys that a plan may set for all phases; `_phase` overrides or merges them for a phase."""
 PLANS = Path(__file__).resolve().parents[1] / "configs" / "plans"
 
 
@@ -267,7 +267,7 @@ def parse(document: Mapping[str, Any], where: str) -> Plan:
 
 
 def _on_gpus(phase: Phase) -> Phase:
-    """Returns a phase with the device CUDA, unless the phase sets a device or is not ours."""
+    """Returns a phase with the device CUDA, unless its `set` has a device or it is not ours."""
     return replace(phase, set={DEVICE: "cuda", **phase.set}) if phase.is_ours else phase
 
 

@@ -21,12 +21,12 @@ LAST_STEP = "done"
 AGREED = "agreed"
 """The reason of a rank that halts only because another rank does."""
 TOGETHER_S = 0.5
-"""Ranks killed within this time count as killed together. torchrun waits longer for its KILL."""
+"""Ranks killed within this time count as killed together. torchrun waits longer before KILL."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderView:
-    """Facts of a reader: the supervisor's last state, living processes, the age of records.
+    """Facts of a reader, for example the supervisor's last state and the living processes.
 
     The view of an attempt that was adopted after its recorded end has only `state` and `why`.
     """
@@ -56,7 +56,7 @@ class ReaderView:
 class Facts:
     """All facts that determine the state of a run.
 
-    The supervisor observes the processes; a reader has only the records and its `view`.
+    The supervisor observes the processes; a reader has the documents, the records and its `view`.
     """
 
     spawned: bool = False
@@ -365,7 +365,7 @@ LIVE: tuple[StateRule, ...] = (
     ("starting", lambda f: True,
      lambda f: "torchrun starts the ranks" if f.spawned else "preparing the run directory"),
 )  # fmt: skip
-"""The rules for a run that has not ended."""
+"""The rules of a supervisor for a run that has not ended."""
 
 
 TABLES: tuple[tuple[Callable[[Facts], bool], tuple[StateRule, ...]], ...] = (

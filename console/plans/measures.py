@@ -271,7 +271,7 @@ def _use_of_gpus(s: Summary) -> tuple[dict[int, float], float, Measured]:
 
 
 def gpu_use(s: Summary) -> Measured:
-    """Returns a lower bound of the mean use of the least used GPU while all ranks step."""
+    """Returns a lower bound of the mean use of the least used GPU while all ranks are in a step."""
     use, _, found = _use_of_gpus(s)
     return replace(found, value=min(use.values(), default=None))
 
