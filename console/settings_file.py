@@ -59,7 +59,7 @@ def path() -> Path:
 def load() -> Settings:
     """Returns the operator's settings, or the defaults if there is no file.
 
-    Raises UsageError for a wrong value and for a file that another user can write.
+    Raises UsageError, for example for a wrong value or a file that another user can write.
     """
     held = _read(path())
     return parse({key: held[key] for key in held if key != CHARTS}, str(path()))

@@ -41,10 +41,10 @@ class GateRule:
     """One row of the table of gates.
 
     With the bound "yes", the plan says `true`, and the measured count must be 0. With "fall", the
-    plan says `true` (0.1) or the least fall in the unit of the loss. If `source` is RANK0, the gate
-    needs only the records of rank 0. A `certain` gate that fails stays failed, even if records are
-    missing. With `tails`, the pulse of a killed rank replaces the last records that the rank could
-    not write.
+    plan says the least fall in the unit of the loss, or `true`, which means 0.1. If `source` is
+    RANK0, the gate needs only the records of rank 0. A `certain` gate that fails stays failed, even
+    if records are missing. With `tails`, the pulse of a killed rank replaces the last records that
+    the rank could not write.
     """
 
     name: str

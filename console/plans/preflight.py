@@ -197,7 +197,7 @@ def _run_probe(case: Case, folder: Path) -> str:
 
 
 def _measured(row: str, record: Mapping[str, Any] | None, end: str) -> Check:
-    """Returns the result of a row: "unknown" if it did not begin, "fail" if it only began."""
+    """Returns the result of a row; "unknown" if the row did not begin, "fail" if it only began."""
     if record is None:
         return Check(row, "unknown", f"not measured: {end}")
     known: dict[str, Result] = {each: each for each in RESULTS}
