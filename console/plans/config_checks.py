@@ -178,7 +178,7 @@ def directory(case: Case) -> Found:
 
 
 def resume(case: Case) -> Found:
-    """Checks that each phase that resumes from another run finds a checkpoint there.
+    """Checks that each phase that resumes from a path (`RESUME`) finds a checkpoint there.
 
     The files of the checkpoint are not verified, because this would take long; the ranks verify
     them.
