@@ -1,4 +1,8 @@
-"""Parses plans from YAML into frozen data; unknown keys are errors."""
+"""Parses plans from YAML into frozen data.
+
+An unknown key of a plan, a phase or another section is an error. The names in `set`, `gates` and
+`rules` are not checked here.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ LIMITS: Mapping[str, tuple[float, float]] = {
     "hook_every_s": (1, 86_400), "alive_every_s": (1, 86_400), "parameters": (1, 1e15),
     "seq_len": (1, 1e9), "tokens_per_step": (1, 1e12), "rounds": (9, 14),
 }  # fmt: skip
-"""Smallest and largest allowed value by key; `ANY_SPAN` is for other keys with a number."""
+"""Smallest and largest number by key; `ANY_SPAN` is for the keys that are not listed."""
 ANY_SPAN = (1e-3, 1e7)
 DEVICE = "train.device"
 Between = Literal["go", "ask"]
@@ -45,10 +49,11 @@ class WatchRule:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """Stall limits and other time limits of the supervisor, in seconds.
+    """Time limits of the supervisor in seconds, for example of stalls, and changes to watch rules.
 
     If `eval_s` or `save_s` is None, `startup_s` applies. On a stall, an action stronger than a dump
-    waits at least `stall_act_s`; its default is longer than the default of `ddp.timeout_min`.
+    waits at least `stall_act_s`. The default of `stall_act_s` is longer than that of
+    `ddp.timeout_min`.
     """
 
     stall_floor_s: float = 60.0
@@ -64,9 +69,9 @@ class Watch:
 class Restart:
     """The policy for restarts of a run from its newest verified checkpoint, or else from its start.
 
-    `stall` includes `crash`. After `attempts` attempts in a row that wrote no new checkpoint, the
-    run is not restarted. The wait before a restart is `backoff_s`. The second of these attempts,
-    and each further one, doubles the wait, up to `LONGEST_BACKOFF_S`.
+    The value "stall" of `when` includes "crash". After `attempts` attempts in a row that wrote no
+    new checkpoint, the run is not restarted. The wait before a restart is `backoff_s`. The second
+    attempt in such a row, and each further one, doubles the wait, up to `LONGEST_BACKOFF_S`.
     """
 
     when: RestartWhen = "never"
@@ -81,8 +86,9 @@ PLACEHOLDER = "{checkpoint}"
 class Checkpoints:
     """The checks of new checkpoints: a load in another process (`load`), then a back-up.
 
-    `backup` is a program with its arguments; it runs after a checkpoint was loaded. The path of the
-    checkpoint replaces `PLACEHOLDER`, or is the last argument.
+    `backup` is a program with its arguments. With a `backup`, a checkpoint is loaded even if `load`
+    is False, and the program runs after a successful load. The path of the checkpoint replaces
+    `PLACEHOLDER` in the arguments; if they have no `PLACEHOLDER`, it is the last argument.
     """
 
     load: bool = False
@@ -100,12 +106,12 @@ class Expects:
     tokens_per_step: int | None = None
     """Tokens of all ranks in one optimizer step."""
     hours: float | None = None
-    """Duration of the phase, for the watch rule `late`."""
+    """Expected hours of the phase, for the watch rule `late`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """The optional part of the preflight, which runs before a launch if `measure` is True."""
+    """With `measure`, the preflight of a launch also measures devices, data and attention."""
 
     measure: bool = False
 
@@ -133,7 +139,7 @@ class Phase:
 
     @property
     def is_ours(self) -> bool:
-        """True if the phase starts a trainer of this project, whose settings are known."""
+        """True if the phase starts a module of `trainers`. Its settings are then known."""
         return not self.script and self.module.startswith("trainers.")
 
 
@@ -147,7 +153,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """The keys of a phase that is a sweep, in which each variant runs once in each round."""
+    """The keys that only a sweep has. Each variant runs once in each round."""
 
     variants: Mapping[str, Variant]
     rounds: int = 12
@@ -157,7 +163,7 @@ class Sweep:
 class Plan:
     """The phases of a launch, and the keys that apply to the whole launch.
 
-    With `gpus` above 0, the trainers of this project train on CUDA, unless a phase sets a device.
+    With `gpus` above 0, the trainers of this project train on CUDA, unless `set` has a device.
     """
 
     name: str
@@ -180,14 +186,14 @@ MAX_VARIANTS = 5
 SIGNIFICANT_P = 0.005
 """The limit of the p-values of a sweep with two variants (see `highest_p`).
 
-If there is no true difference, at most 1 % of the sweeps may find a difference by chance. The limit
-is half of 1 %, because load that lasts longer than a round makes the test find slightly more
-differences.
+If there is no true difference, at most 1 % of the sweeps should find a difference by chance. The
+limit is half of 1 %, because load that lasts longer than a round makes the test find slightly more
+false differences.
 """
 
 
 def highest_p(variants: int) -> float:
-    """Returns the limit of a p-value; more variants mean more pairs, and so a lower limit."""
+    """Returns the limit of the p-values of a sweep; with more variants, the limit is lower."""
     return SIGNIFICANT_P / math.comb(variants, 2)
 
 
@@ -198,10 +204,10 @@ PLANS = Path(__file__).resolve().parents[1] / "configs" / "plans"
 
 
 def load(path: Path) -> Plan:
-    """Returns the plan in a YAML file; a plan without a name has the name of the file.
+    """Returns the plan in a YAML file; a plan without a name gets the stem of the file.
 
     A plan is merged into the plan that it extends: phases of the same name are merged, new phases
-    follow, and a null removes an entry. Raises UsageError, whose message names the file.
+    follow, and a null removes an entry. Raises UsageError with a message that names a file.
     """
     document: dict[str, Any] = {}
     for _, each in yamlfile.load_chain(path, "extends", _files):
@@ -237,7 +243,7 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parse(document: Mapping[str, Any], where: str) -> Plan:
-    """Returns the plan in parsed YAML. Raises UsageError; its message begins with `where`."""
+    """Returns the plan in parsed YAML. Raises UsageError, whose message begins with `where`."""
     _check_printable(document, where)
     _check_keys(document, [*get_type_hints(Plan), *SHARED_KEYS], where)
     shared = {key: document[key] for key in SHARED_KEYS if key in document}
@@ -261,7 +267,7 @@ def parse(document: Mapping[str, Any], where: str) -> Plan:
 
 
 def _on_gpus(phase: Phase) -> Phase:
-    """Returns a phase with the device CUDA, unless the phase sets a device or is not ours."""
+    """Returns a phase with the device CUDA, unless its `set` has a device or it is not ours."""
     return replace(phase, set={DEVICE: "cuda", **phase.set}) if phase.is_ours else phase
 
 

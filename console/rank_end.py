@@ -1,7 +1,7 @@
 """Describes the end of one rank: its exit, its error, and the out-of-memory kills by the kernel.
 
-Known errors are recognised by their text: a lost peer, out of memory, and errors that a restart
-usually cannot fix.
+Some errors are recognised by their text or exit code: a lost peer, out of memory, and errors that
+a restart usually cannot fix.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class RankEnd:
 
     @property
     def lost_peer(self) -> bool:
-        """True if a collective failed or a peer was lost, and the signal, if any, is SIGABRT."""
+        """True if a collective failed or a peer was lost, and the rank got no signal or SIGABRT."""
         found = self.code == COLLECTIVE or lost_peer(f"{self.error} {self.log}")
         return found and self.signal in (None, "SIGABRT")
 

@@ -32,11 +32,11 @@ def plan(path: Path, said: Callable[[str], object]) -> tuple[Plan, dict[str, str
     """Returns three values: a plan, the origins of its flags, and the origins of its settings.
 
     The plan has the phases of an ended launch from the first that did not pass, the options of the
-    launch, and the flags that an operator set. A flag that no answer confirms is not used; `said`
-    gets a sentence on it, and on each gate whose override ends. If the first of these phases has a
-    checkpoint and a trainer of this project, it resumes from the newest checkpoint. Raises
-    RefusedError if the launch has not ended, for example because processes are alive, or if no
-    phase is left.
+    launch, and those flags of operators that an answer to a request confirms. `said` gets a
+    sentence on each other flag of an operator, and on each gate whose override ends. If the first
+    phase starts a trainer of this project and has a checkpoint, it resumes from the newest
+    checkpoint. Raises RefusedError, for example if the launch has not ended, if processes are
+    alive, or if no phase is left.
     """
     top = launches.launch_of(path)
     if top is None:
@@ -72,7 +72,7 @@ def plan(path: Path, said: Callable[[str], object]) -> tuple[Plan, dict[str, str
 
 
 def start_words(phase: Mapping[str, Any]) -> str:
-    """Returns from which step a phase starts; `phase` is a preview of its run.json."""
+    """Returns a sentence on the start of a phase; `phase` is a preview of its run.json."""
     name, settings = phase["phase"], phase["settings"]
     if not settings:
         return f"starts {name}, a foreign program"

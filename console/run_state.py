@@ -21,12 +21,12 @@ LAST_STEP = "done"
 AGREED = "agreed"
 """The reason of a rank that halts only because another rank does."""
 TOGETHER_S = 0.5
-"""Ranks killed within this time were killed together. torchrun waits longer before it kills."""
+"""Ranks killed within this time count as killed together. torchrun waits longer before KILL."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderView:
-    """Facts of a reader: the supervisor's last state, living processes, the age of records.
+    """Facts of a reader, for example the supervisor's last state and the living processes.
 
     The view of an attempt that was adopted after its recorded end has only `state` and `why`.
     """
@@ -56,7 +56,7 @@ class ReaderView:
 class Facts:
     """All facts that determine the state of a run.
 
-    The supervisor observes the processes; a reader has only the records and its `view`.
+    The supervisor observes the processes; a reader has the documents, the records and its `view`.
     """
 
     spawned: bool = False
@@ -109,7 +109,7 @@ class Facts:
 
     @property
     def ranks_reason(self) -> str:
-        """The reason as a quotation, and its ranks if others recorded another, or ""."""
+        """The `reason` as a quotation, with its ranks if not all reasons are the same, or ""."""
         own = [rank for rank, reason in self.reasons.items() if reason == self.reason]
         where = f" at {rank_names(own)}" if len(own) < len(self.reasons) else ""
         return f'reason: "{self.reason}"{where}' if self.reason else ""
@@ -168,7 +168,7 @@ class Facts:
 
     @property
     def killed_together(self) -> bool:
-        """True if all of several ranks got SIGKILL at the same time, not from the supervisor."""
+        """True if all of several ranks got SIGKILL within `TOGETHER_S`, not from the supervisor."""
         killed = [e for e in self.ends if e.signal == "SIGKILL" and not e.killed_after_failure]
         times = [end.ts for end in killed if end.ts is not None]
         return len(times) == self.world > 1 and max(times) - min(times) <= TOGETHER_S
@@ -304,7 +304,7 @@ SAID_BY_SUPERVISOR: tuple[StateRule, ...] = (
      lambda f: f"{f.view.no_supervisor}, so attempt {f.view.next_attempt} does not start until you "
                f"adopt the run; previous end: {f.view.why.partition(': ')[2]}"),
 )  # fmt: skip
-"""A reader's first rules: the state of a living supervisor, living processes, a recorded end."""
+"""A reader's first rules, for example on the state of a living supervisor or a recorded end."""
 
 NO_END_RECORDED: tuple[StateRule, ...] = (
     ("queued", lambda f: f.view.state is None and not f.view.newest_record,
@@ -348,7 +348,7 @@ ENDED: tuple[StateRule, ...] = (
     ("failed", _has_named_error, _failure_words),
     ("crashed", lambda f: True, _failure_words),
 )  # fmt: skip
-"""The rules for a run whose processes have all ended; an end that was recorded stays."""
+"""The rules for a run whose processes have all ended. A recorded end does not change."""
 
 LIVE: tuple[StateRule, ...] = (
     ("stopping", lambda f: f.collecting,
@@ -365,7 +365,7 @@ LIVE: tuple[StateRule, ...] = (
     ("starting", lambda f: True,
      lambda f: "torchrun starts the ranks" if f.spawned else "preparing the run directory"),
 )  # fmt: skip
-"""The rules for a run that has not ended."""
+"""The rules of a supervisor for a run that has not ended."""
 
 
 TABLES: tuple[tuple[Callable[[Facts], bool], tuple[StateRule, ...]], ...] = (
@@ -375,7 +375,7 @@ TABLES: tuple[tuple[Callable[[Facts], bool], tuple[StateRule, ...]], ...] = (
     (lambda f: f.is_reader, NO_END_RECORDED),
     (lambda f: True, LIVE),
 )
-"""Each table of rules with its condition. The first rule whose condition holds decides."""
+"""Tables of rules, each with a condition. In the tables that apply, the first true rule decides."""
 
 
 def decide(facts: Facts) -> tuple[State, str]:

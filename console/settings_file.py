@@ -1,7 +1,8 @@
 """Reads the operator's settings file (hooks, charts of the Dashboard), and changes the charts.
 
-The file is YAML. The hooks are read when a launch starts or is adopted. The file names programs
-that run as this user, so no other user except root may have write access to it.
+The file is YAML. A launch uses the hooks that the file has when the launch starts or is adopted.
+The file names programs that run as this user, so no other user except root may have write access to
+it.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ LEVELS = ("info", "warn", "crit")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The operator's settings. The supervisor runs the program `hook` on alerts of `hook_levels`.
+    """The operator's settings: two programs that the supervisor runs, and when it runs them.
 
-    `hook_every_s` is the shortest time between two starts of `hook`, except at the end of a launch.
-    As long as the supervisor works, it also runs the program `alive` every `alive_every_s`. An
+    `hook` runs on an alert or a crit state, if `hook_levels` has its level. `hook_every_s` is the
+    shortest time between two starts of `hook`, except at the end of a launch. As long as the
+    supervisor works, it also starts `alive` every `alive_every_s`, unless `alive` still runs. An
     empty `hook` or `alive` means no program.
     """
 
@@ -57,7 +59,7 @@ def path() -> Path:
 def load() -> Settings:
     """Returns the operator's settings, or the defaults if there is no file.
 
-    Raises UsageError for a wrong value and for a file that another user can write.
+    Raises UsageError, for example for a wrong value or a file that another user can write.
     """
     held = _read(path())
     return parse({key: held[key] for key in held if key != CHARTS}, str(path()))
@@ -66,7 +68,7 @@ def load() -> Settings:
 def _read(file: Path) -> dict[str, Any]:
     try:
         if not os.path.lexists(file):  # a link whose target is missing is an error
-            file.exists()  # raises an error if the folder cannot be read
+            file.exists()  # raises an error if the folder cannot be searched
             return {}
         for each in (file, file.parent):
             _check_private(each)

@@ -34,7 +34,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Case:
-    """The plan to launch, and the directory that the launch will write to.
+    """A plan to check, the directory that its launch would write to, and the options of the checks.
 
     `settings` has the resolved settings of each phase; for a foreign program they are {}. If
     `assumed` names GPUs, for example 2xA100, the GPUs of this machine are not read.

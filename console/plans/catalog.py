@@ -1,4 +1,4 @@
-"""Finds and loads plans: those in the project or the working directory, and other YAML files."""
+"""Finds and loads plans: by name in the folders `FOLDER`, or by the path of a file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def project_file(name: str) -> Path:
 
 
 def files() -> dict[str, Path]:
-    """Returns the plan files by name; the working directory overrides the project."""
+    """Returns the plan files by name; a file of the working directory overrides the project's."""
     found: dict[str, Path] = {}
     for folder in (PROJECT / FOLDER, FOLDER):
         for path in sorted(folder.glob("*.yaml")) if folder.is_dir() else ():
@@ -77,7 +77,7 @@ def misspelt(name: str) -> str:
 
 
 def plans() -> tuple[list[Plan], list[str]]:
-    """Returns two values: every plan that can be loaded, and the errors of the other plans."""
+    """Returns two values: the plans of `files` that can be loaded, and the errors of the others."""
     found, wrong = [], []
     for name in files():
         try:

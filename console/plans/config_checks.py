@@ -1,4 +1,7 @@
-"""The checks of the phases: program, settings, data, disk space, directory and GPU memory."""
+"""The checks of the plan: program, settings, resume, data, disk space, directory, GPU memory.
+
+The settings of a foreign program are not known, so most of these checks leave its phase out.
+"""
 
 from __future__ import annotations
 
@@ -59,12 +62,12 @@ def _is_there(module: str) -> bool:
 
 
 def config(case: Case, index: int) -> Found:
-    """Checks the facts that the plan expects of a phase, its steps, its statistics and its drills.
+    """Checks the steps, gates, statistics and drills of a phase, and the facts that it expects.
 
     If settings of `--set` may explain each wrong fact, the result is only a warning.
     """
     phase, resolved = case.plan.phases[index], case.settings[index]
-    why = gates.why_no_single(case.plan.phases, index)  # by --phase, --nproc or a resume
+    why = gates.why_no_single(case.plan.phases, index)  # possible after --phase, --nproc, resume
     if not resolved:
         ignored = [name for name in phase.flags if flags.lookup(name).setting]
         texts = [why, f"it may ignore {', '.join(ignored)}" * bool(ignored)]
@@ -115,7 +118,7 @@ def config(case: Case, index: int) -> Found:
 
 
 def checkpoint_bytes(case: Case) -> int:
-    """Returns the size of the largest checkpoint of the plan."""
+    """Returns the size of the largest checkpoint of the plan in bytes, or 0 if none is known."""
     return max(_figures(case, i).checkpoint_bytes if s else 0 for i, s in enumerate(case.settings))
 
 
@@ -124,7 +127,7 @@ def _figures(case: Case, index: int) -> launch_facts.Figures:
 
 
 def disk(case: Case) -> Found:
-    """Checks the free space for all checkpoints that the plan keeps, and for records."""
+    """Checks the free space for the checkpoints of each phase (`_kept_bytes`), and for records."""
     checkpoints = sum(_kept_bytes(case, i) for i, held in enumerate(case.settings) if held)
     needed, why = checkpoints + RECORDS_BYTES, "the file system reports no size"
     folder = nearest_folder(case.directory)
@@ -158,7 +161,7 @@ def _kept_bytes(case: Case, index: int) -> int:
 
 
 def directory(case: Case) -> Found:
-    """Checks that the launch can create its directory, and that its parents are protected."""
+    """Checks that the launch can create its directory, and that the parents are protected."""
     try:
         access.check_parents(case.directory)
     except RefusedError as error:
@@ -175,9 +178,10 @@ def directory(case: Case) -> Found:
 
 
 def resume(case: Case) -> Found:
-    """Checks that each phase that resumes from another run finds a checkpoint there.
+    """Checks that each phase that resumes from a path (`RESUME`) finds a checkpoint there.
 
-    The files of the checkpoint are not verified, because this would take long; the ranks do it.
+    The files of the checkpoint are not verified, because this would take long; the ranks verify
+    them.
     """
     found = []
     for index, phase in enumerate(case.plan.phases):

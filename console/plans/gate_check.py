@@ -54,7 +54,7 @@ def poll_confirmed(source: RunSource, former: bool = True) -> RunState:
 
 
 def check_former(launch: Path, plan: Mapping[str, Any], plan_state: Mapping[str, Any]) -> None:
-    """Raises RefusedError if the records of a phase that passed do not confirm plan_state.json."""
+    """Raises RefusedError if the records do not confirm a phase that passed in plan_state.json."""
     names = [jsonl.text(entry, "name") for entry in jsonl.entries(plan, "phases")]
     passed = (jsonl.integer(plan_state, "phase") or 0) + (plan_state.get("state") == "waiting")
     for index, name in enumerate(names[: max(0, passed)]):
@@ -164,12 +164,12 @@ def _complete(
 
 
 def continued(own: Mapping[str, Any], step: int) -> Summary | None:
-    """Returns the totals of the run that a run continues, or None if no earlier run fits.
+    """Returns the totals of the earlier run that a resumed run continues, or None if none fits.
 
-    `own` is the run.json of the run, and `step` its `Summary.resumed_at_end`. The records or the
-    last pulses of the earlier run must show that its ranks reached `step`. The pulses suffice,
-    because the loaded checkpoint confirms them. Both runs must have the same phase, number of
-    ranks, gates and settings, except `RESUME`.
+    `own` is the run.json of the resumed run, and `step` its `Summary.resumed_at_end`. The records
+    or the last pulses of the earlier run must show that its ranks reached `step`. The pulses
+    suffice, because the loaded checkpoint confirms them. Both runs must have the same phase, number
+    of ranks, gates and settings, except `RESUME`.
     """
     path = Path(str(jsonl.mapping(jsonl.mapping(own, "settings"), RESUME).get("value") or ""))
     if not (step and path.is_absolute()):
@@ -203,7 +203,7 @@ def _training(run_json: Mapping[str, Any]) -> list[object]:
 
 
 def so_far(source: RunSource, state: RunState) -> tuple[Gate, ...]:
-    """Returns the gates of a run that has not ended, over its records so far."""
+    """Returns the gates of a run that has not ended: over its records so far, or else unknown."""
     run = source.run_path
     if run is None or source.summary is None:
         return ()
@@ -246,7 +246,7 @@ def _bad_ends(document: Mapping[str, Any]) -> Iterator[str]:
 def _disagreement(written: Gate | None, own: Gate | None) -> str:
     """Returns why gates.json and the records do not both confirm a gate, or "" if they do.
 
-    A gate with an override only needs the same override in gates.json.
+    A gate with an override needs only the same override in gates.json.
     """
     if written is None or own is None:
         return f"is not in {rundir.GATES if written is None else rundir.RUN}"

@@ -41,10 +41,10 @@ class GateRule:
     """One row of the table of gates.
 
     With the bound "yes", the plan says `true`, and the measured count must be 0. With "fall", the
-    plan says `true` (0.1) or the least fall in the unit of the loss. If `source` is RANK0, the gate
-    needs only the records of rank 0. A `certain` gate that fails stays failed, even if records are
-    missing. With `tails`, the pulse of a killed rank replaces the last records that the rank could
-    not write.
+    plan says the least fall in the unit of the loss, or `true`, which means 0.1. If `source` is
+    RANK0, the gate needs only the records of rank 0. A `certain` gate that fails stays failed, even
+    if records are missing. With `tails`, the pulse of a killed rank replaces the last records that
+    the rank could not write.
     """
 
     name: str
@@ -170,7 +170,7 @@ def of_last_steps(bounds: Mapping[str, Any]) -> list[str]:
 
 
 def why_no_single(phases: Sequence[Phase], index: int) -> str:
-    """Returns why the gate on scaling of a phase can never pass, or "" if no reason is known."""
+    """Returns why the gate on scaling can never pass, or "" (also if it has an override)."""
     bound = phases[index].gates.get(SCALING)
     single = next((each for each in reversed(phases[:index]) if each.nproc == 1), None)
     if bound is None or demand(bound).override or (single and SPEED in single.gates):

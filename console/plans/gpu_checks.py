@@ -93,7 +93,7 @@ def device(case: Case) -> Found:
 
 
 def gpus(case: Case) -> Found:
-    """Checks the GPUs of a plan with two sources: NVML, and the list of the kernel's driver."""
+    """Checks the GPUs of the ranks; compares NVML with the list of the kernel's driver."""
     plan, survey, needed = case.plan, case.survey, case.plan.gpus
     if isinstance(survey, str):
         return "fail" if needed else "unknown", f"{survey}; check nvidia-smi and dmesg"
@@ -192,7 +192,7 @@ def driver(case: Case) -> Found:
 
 
 def nccl(case: Case) -> Found:
-    """For a plan with GPUs, reports flags that can slow NCCL, and files that configure NCCL."""
+    """For a plan with GPUs, reports flags of `SLOW`, and files that configure NCCL."""
     if not case.plan.gpus:
         return "pass", "no GPU is needed"
     parts = (case.plan.env, *(phase.flags for phase in case.plan.phases))

@@ -25,7 +25,7 @@ JUMP_S = 60.0
 ENOUGH_FILES = 1024
 SHM_PER_RANK = 1 << 20
 NCCL_SHM_PER_RANK = 64 << 20
-"""Approximate size of NCCL's buffers in /dev/shm."""
+"""Approximate size of NCCL's buffers in /dev/shm, per rank."""
 TRAINER = re.compile(r"-m trainers\.(ddp|fsdp)\b|\btrain_showcase(_fsdp)?\.py\b")
 TORCHRUN = re.compile(r"\btorchrun\b|\btorch\.distributed\.run\b")
 SUPERVISOR = "console.supervisor"
@@ -172,8 +172,9 @@ def ports(_case: Case) -> Found:
 def leftovers(case: Case) -> Found:
     """Lists trainers without a supervisor.
 
-    For a plan with GPUs, the check fails if such a trainer has a GPU open. A trainer
-    without one is at most a warning: it shares only cores and memory with the launch.
+    For a plan with GPUs, the check fails if such trainers have a GPU open, and lists only these.
+    Otherwise the result is at most a warning: the trainers share only cores and memory with the
+    launch.
     """
     proc = case.root / "proc"
     found = unsupervised(proc)
@@ -201,7 +202,7 @@ def unsupervised(proc: Path) -> list[int]:
 
 
 def _command(folder: Path) -> str:
-    """Returns the command line of a process, or "" if it cannot be read."""
+    """Returns at most `MAX_COMMAND` bytes of a process's command line, or "" after an error."""
     data = jsonl.read_bytes(folder / "cmdline", MAX_COMMAND, 0)
     return data.replace(b"\0", b" ").decode(errors="replace")
 
@@ -231,7 +232,7 @@ def code(case: Case) -> Found:
 
 
 def shell(case: Case) -> Found:
-    """Lists the shell's variables that configure a training, whether passed on or dropped.
+    """Lists the shell's variables that configure a training: passed to it, or dropped.
 
     A dropped flag that the plan or an option sets for every phase is not listed.
     """

@@ -94,10 +94,10 @@ def _time(root: Path, phases: Sequence[Mapping[str, Any]]) -> str:
 def _took_s(
     earlier: Sequence[tuple[Path, Mapping[str, Any]]], phase: Mapping[str, Any]
 ) -> float | None:
-    """Returns the time of the newest completed run that is the same, or None.
+    """Returns how long the newest completed run of the same kind lasted, or None.
 
-    Phase, settings, host and number of ranks must be the same. `earlier` has the directory and the
-    entry in plan_state.json of each earlier run, the newest launch first.
+    Its phase, settings, host and number of ranks must be those of `phase`. `earlier` has the
+    directory and the entry in plan_state.json of each earlier run, the newest launch first.
     """
     for folder, entry in earlier:
         begun, ended = jsonl.number(entry, "started_ts"), jsonl.number(entry, "ended_ts")

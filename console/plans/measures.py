@@ -31,8 +31,8 @@ class Measured:
 def steps_reached(s: Summary) -> Measured:
     """Returns the lowest last step of the ranks, if the sources of each rank agree.
 
-    Ranks without a step are left out, except rank 0. A checkpoint that all ranks have loaded can
-    raise the value to its step.
+    Ranks without a step are left out, except rank 0. A checkpoint that all ranks of a later
+    run have loaded can raise the value to its step.
     """
     done: list[int] = []
     newest = [totals.attempts.get(totals.newest) for totals in s.ranks.values()]
@@ -227,7 +227,7 @@ def scaling(s: Summary) -> Measured:
 
 
 def log_errors(s: Summary) -> Measured:
-    """Counts the lines of the logs that report an error of CUDA or of the collectives."""
+    """Counts the lines of the logs that report an error of CUDA, a GPU or the collectives."""
     if s.files is None:
         return Measured(None, why="the logs were not read")
     return Measured(float(s.files.errors), "", s.files.first_error, s.files.log_doubt)
@@ -246,8 +246,8 @@ def _use_of_gpus(s: Summary) -> tuple[dict[int, float], float, Measured]:
     """Returns three values: the use of each GPU in %, a share of time without samples, a result.
 
     The share is that of the GPU with the least sampled time. The result has a window, an
-    explanation and a doubt, but no value. The time of a sample that lacks a GPU counts as idle for
-    that GPU. A step without a sample counts as idle; its time is that of the longest of the newest
+    explanation and a doubt, but no value. If a sample lacks a GPU, its time counts as idle for that
+    GPU. A step without a sample counts as idle; its time is that of the longest of the newest
     steps.
     """
     longest_s = max((row.took_s for row in s.of_rank(0).steps), default=0.0)
@@ -271,7 +271,7 @@ def _use_of_gpus(s: Summary) -> tuple[dict[int, float], float, Measured]:
 
 
 def gpu_use(s: Summary) -> Measured:
-    """Returns a lower bound of the mean use of the least used GPU while all ranks step."""
+    """Returns a lower bound of the mean use of the least used GPU while all ranks are in a step."""
     use, _, found = _use_of_gpus(s)
     return replace(found, value=min(use.values(), default=None))
 

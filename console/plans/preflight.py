@@ -46,7 +46,7 @@ DRIVER, PROCESSES = "the NVIDIA driver", "the other processes"
 LIMIT_S: Mapping[str, float] = {DRIVER: gpu_survey.LIMIT_S + 2, DATA: 8.0}
 """Time limit of the rows, by their `needs`; `USUAL_S` is the limit of all other rows."""
 USUAL_S, SAID_S = 20.0, 2.0
-"""After `SAID_S`, the preflight reports what it is still waiting for."""
+"""After `SAID_S`, the preflight reports the resources for which it still waits."""
 TABLE: tuple[Row, ...] = (
     Row("torch", gpu_checks.torch),
     Row("device", gpu_checks.device, PLAN), Row("program", config_checks.program, PLAN),
@@ -67,7 +67,7 @@ ROWS: Mapping[str, Row] = {row.name: row for row in TABLE}
 def run(case: Case, said: Callable[[str], None] | None = None) -> tuple[Check, ...]:
     """Returns the results of all rows and of the measurements.
 
-    `said` gets a text when rows are late, and before the measurements.
+    `said` gets a text if rows last longer than `SAID_S`, and before the measurements.
     """
     phases: dict[str, int] = {}
     for index, phase in enumerate(case.plan.phases):  # one row for all runs of a variant
@@ -106,7 +106,8 @@ def _in_time(case: Case, row: Row, answer: Future[Found], begun: float) -> Check
     """Returns the result of a row, which fails if its check is late or raises an error.
 
     A ContractError is raised again. A late answer of `PROCESSES` only warns: one process in state D
-    can keep every reader waiting. With assumed GPUs, a check of this machine can only warn.
+    can keep every reader waiting. With assumed GPUs, only rows that need `PLAN` or `DRIVER` can
+    fail.
     """
     limit_s = LIMIT_S.get(row.needs, USUAL_S)
     try:
@@ -196,7 +197,7 @@ def _run_probe(case: Case, folder: Path) -> str:
 
 
 def _measured(row: str, record: Mapping[str, Any] | None, end: str) -> Check:
-    """Returns the result of a row: unknown if the row did not begin, "fail" if it did not end."""
+    """Returns the result of a row; "unknown" if the row did not begin, "fail" if it only began."""
     if record is None:
         return Check(row, "unknown", f"not measured: {end}")
     known: dict[str, Result] = {each: each for each in RESULTS}

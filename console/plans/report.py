@@ -78,7 +78,7 @@ def versions(path: Path, output: Path | None = None) -> Iterator[dict[Path, str]
     """Yields versions of the report of a launch or run: the content of each file, Markdown first.
 
     The comparison of sweeps may take minutes, so a report with a sweep has a first version without
-    it. Without `output`, the key of the Markdown is `path`, and there are no charts.
+    the comparison. Without `output`, the key of the Markdown is `path`, and there are no charts.
     """
     source = RunSource(path)
     state = poll_confirmed(source)
@@ -128,7 +128,7 @@ def _phases(path: Path, source: RunSource) -> Iterator[Phase]:
 def cell(value: object) -> str:
     """Returns a value as one line of text for a table; HTML and most Markdown marks are escaped.
 
-    For example, `_` and `~` are not escaped, and a bare address may become a link.
+    The marks `_` and `~`, for example, are not escaped, and a bare address may become a link.
     """
     text = number(value) if isinstance(value, float) else "–" if value is None else value
     text = clean(str(text), MAX_CELL).replace("\\", "\\\\").replace("&", "&amp;")
@@ -285,7 +285,7 @@ def _hours(tokens: float, toks_per_s: float | None) -> str:
 
 
 def _environment(phases: Sequence[Phase]) -> Iterator[str]:
-    """Yields versions, device, routes and commit; phases with the same value share a row."""
+    """Yields the facts of `ENVIRONMENT`; phases with the same value share a row."""
     found: dict[tuple[str, str], list[str]] = {}
     for each in phases:
         for name in ENVIRONMENT:
@@ -302,7 +302,7 @@ def _environment(phases: Sequence[Phase]) -> Iterator[str]:
 
 
 def _files(phases: Sequence[Phase]) -> Iterator[str]:
-    """Yields the `FILES` of each phase: present and missing."""
+    """Yields the present and the missing `FILES` of each phase; a CPU needs no `ON_CUDA_ONLY`."""
     rows = []
     for each in phases:
         on_cpu = jsonl.mapping(each.env, "device").get("type") == "cpu"
@@ -315,7 +315,7 @@ def _files(phases: Sequence[Phase]) -> Iterator[str]:
 
 
 def _notes(source: RunSource, phases: Sequence[Phase]) -> Iterator[str]:
-    """Yields the events of `OF_OPERATORS` that operators caused, at most `MAX_ROWS`."""
+    """Yields events of operators: at most `MAX_ROWS`, from the last `EVENT_BYTES` of each file."""
     launch = source.launch_path if source.is_launch else None
     rows: list[Sequence[object]] = []
     for folder in (*([launch] if launch else []), *(each.path for each in phases)):

@@ -1,8 +1,8 @@
 """Compares the variants of a sweep from the records of its runs.
 
-The runs of a sweep are interleaved, because other load on the machine changes the times of all
-runs. Load only makes steps longer. So the figure of a run is computed from its fast steps, and the
-figure of a variant from the faster half of its runs. An exact permutation test over the rounds
+The runs of a sweep are interleaved, because other load on the machine changes the step times of the
+runs. Such load only makes steps longer. So the figure of a run is computed from its fast steps, and
+the figure of a variant from the faster half of its runs. An exact permutation test over the rounds
 decides whether two variants differ. The test assumes that two variants without a difference could
 have exchanged their runs in any round.
 """
@@ -40,9 +40,9 @@ FACTS: Mapping[str, tuple[str, ...]] = {
     "strategy": (), "comm_backend": ("train.device",), "comm_hook": ("ddp.",),
     "backend": ("attention.", "model.", "data.", "train.precision", "train.device"),
 }  # fmt: skip
-"""Keys of env.json that must agree. Settings and flags with these prefixes may change the value."""
+"""Keys of env.json that must agree; settings and flags with these prefixes may change a value."""
 OF_RUN = ("git", "host", "world")
-"""Keys of run.json that must agree, as all settings and flags of libraries must."""
+"""Keys of run.json that must agree. Settings and flags of libraries must agree too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Comparison:
 
     @property
     def best(self) -> tuple[str, ...]:
-        """The name of the fastest variant, and of the variants that do not differ from it."""
+        """The names of the fastest variant and of the variants that do not differ from it."""
         first, limit = self.variants[0].name, highest_p(len(self.variants))
         pairs = self.p_values or {}
         return tuple(v.name for v in self.variants if pairs.get((first, v.name), 1.0) > limit)
@@ -198,7 +198,11 @@ def compare(sweep: str, variants: Sequence[Variant]) -> Comparison:
 
 
 def _refusal(variants: Sequence[Variant]) -> str:
-    """Returns a difference of the runs that no variant explains, or a missing fact, or ""."""
+    """Returns why the runs cannot be compared, or "".
+
+    The reason is a difference that the variants do not explain, a missing fact, or a key that
+    has one value in all runs although the variants differ in it.
+    """
     first = variants[0].runs[0]
     variables = {key for variant in variants for key in variant.changes}
     for variant in variants:
@@ -263,7 +267,7 @@ def _read(sweep: str, planned: Mapping[str, Sequence[Planned]]) -> Comparison:
 
 
 def _changes(phase: Mapping[str, Any], planned: Mapping[str, Sequence[Planned]]) -> dict[str, str]:
-    """Returns the settings and flags of a variant that differ in another variant."""
+    """Returns the settings and flags of a variant whose values differ in another variant."""
     others = [_given(phases[0][1]) for phases in planned.values()]
     return {
         key: value for key, value in _given(phase).items()

@@ -178,7 +178,7 @@ class Assembly:
         return alerts if others == alerts or liveness.has_lost_rank(self._newest) else others
 
     def _reader_alerts(self) -> list[Alert]:
-        """Returns alerts on a missing supervisor, doubtful documents, and unread records."""
+        """Returns the alerts of a reader, for example on a missing supervisor or unread records."""
 
         def add(name: str, level: Level, text: str, key: str = "") -> None:
             found.append(Alert(name, time.time(), level, text, key, observed=True))
@@ -207,9 +207,9 @@ class Assembly:
         return found
 
     def _unreadable(self) -> str:
-        """Returns a text if the run directory or supervisor.json cannot be read, or else "".
+        """Returns a text if supervisor.json was never read, or if the run is away; else "".
 
-        The text is "" if the launch does not list the run, and while the run starts.
+        The text is also "" if the launch does not list the run, and while the run starts.
         """
         is_unread = bool(self.by_launch) and (self.is_away or not self.supervisor)
         if not is_unread or self._state == "starting":

@@ -26,7 +26,7 @@ _WITHOUT_TRACEBACK = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception): .*$")
 _USAGE = re.compile(r"[\w.\-]+: error: .*$")
 """The last line of a usage error of argparse, for example for an unknown torchrun option."""
 _USES = "usage: "
-"""Start of argparse's usage text, which comes before the error."""
+"""The start of argparse's usage text, which comes before the usage error."""
 _NOT_FATAL = ("Exception ignored in", "Exception in thread")
 """Markers of a traceback that is printed without ending the process."""
 _OF_TORCHRUN = ("ChildFailedError", "SignalException")

@@ -1,6 +1,6 @@
 """Names the object for which another process waits, for example a pipe or a socket.
 
-It also parses the text of the kernel's TCP tables into connections.
+The module also parses the text of the kernel's TCP tables into connections.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def pipe_wait(link: str, is_full: bool) -> BlockedOn:
 
 
 def poll_wait(pid: int) -> BlockedOn:
-    """Returns the process's only unfinished connection, or else its only socket, or else `NOTHING`.
+    """Returns the process's only unfinished connection, or else its only socket, or `NOTHING`.
 
-    The kernel does not show which descriptors a poll has. A socket without an unfinished connection
-    is therefore named only if at most `MAX_POLLED` descriptors above stderr are open, and none
-    of them is a pipe.
+    Descriptors 0 to 2 are left out. The kernel does not show which descriptors a poll has. A socket
+    without an unfinished connection is therefore named only if at most `MAX_POLLED` descriptors
+    above stderr are open, and none of them is a pipe.
     """
     links = {fd: link for fd, link in procfs.open_links(pid).items() if fd > 2}
     return _only(pid, len(links), set(links.values()))
@@ -77,8 +77,8 @@ def select_wait(pid: int, highest: int, reads: bool) -> BlockedOn:
 def epoll_wait(pid: int, fd: int, is_timed: bool) -> BlockedOn:
     """Returns the object for which an epoll waits, or `NOTHING` if fdinfo does not show one object.
 
-    The wake-up sockets of an event loop are left out. A loop that has only wake-up sockets waits
-    for a timer or an event.
+    The wake-up sockets and the eventfds of an event loop are left out. A loop that has only these,
+    and at least one wake-up socket, waits for a timer or an event.
     """
     info = read_text(f"/proc/{pid}/fdinfo/{fd}", TABLE_BYTES)
     fds = [int(fd) for fd in re.findall(r"^tfd:\s*([0-9]{1,9})\s", info, re.MULTILINE)]
@@ -134,7 +134,8 @@ def socket_wait(pid: int, inode: str, accepts: bool) -> BlockedOn:
     """Returns a socket as the object that a system call waits for.
 
     The text contains the path of a local socket, or the address of a TCP socket's peer, if the
-    kernel's tables have it. With `accepts`, a TCP socket is named by its own address.
+    kernel's tables contain the path or the address. With `accepts`, a TCP socket is named by its
+    own address.
     """
     here, peer, state = tcp_entry(socket_tables(pid), inode)
     if not state:

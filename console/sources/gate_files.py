@@ -59,7 +59,7 @@ def read(run: Path, attempts: int, world: int) -> GateFiles:
 def _single(run: Path) -> tuple[str, float | None]:
     """Returns two values: the newest earlier run that has one rank, or "", and its last speed.
 
-    The speed is None unless the gate on the speed passed with this value.
+    The speed is None unless the gate on the speed passed with the same value, to 0.1 %.
     """
     launch = run.parent
     plan = rundir.read_json(launch / rundir.PLAN, below=launch) or {}
@@ -96,7 +96,7 @@ def _last_speed(run: Path) -> float | None:
 def _read_logs(run: Path, attempts: int, world: int) -> tuple[int, str, str]:
     """Returns the number of lines with an error, the first such line, and a doubt.
 
-    The doubt says why a log was not read completely, or is "".
+    The doubt says why a log or an attempt was not read completely, or is "".
     """
     count, first, doubt, left = 0, "", "", ALL_BYTES
     if attempts > MAX_ATTEMPTS:
@@ -112,7 +112,7 @@ def _read_logs(run: Path, attempts: int, world: int) -> tuple[int, str, str]:
             if doubt and path.name not in there:
                 continue
             name = f"{path.parent.name}/{path.name}"
-            size_bytes = _size_of(path)  # first, because the log of a live run may grow
+            size_bytes = _size_of(path)  # read first, because the log may grow
             limit = min(LOG_BYTES, left)
             data = read_end(path, limit + 1, run)
             if not 0 <= size_bytes <= len(data) <= limit:
@@ -135,7 +135,7 @@ def _size_of(log: Path) -> int:
 
 
 def _size(folder: Path, run: Path) -> tuple[int, str]:
-    """Returns the size of a checkpoint, and why its manifest does not confirm the size, or ""."""
+    """Returns the size of a checkpoint, and why the manifest does not confirm this size, or ""."""
     record: dict[str, Any] = rundir.read_json(folder / "manifest.json", below=run) or {}
     files = list(jsonl.mapping(record, "files").items())[:MAX_FILES]
     total = 0

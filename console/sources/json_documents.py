@@ -160,7 +160,7 @@ def flag_settings(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def backend(env: Mapping[str, Any]) -> str:
-    """Returns the effective attention backends as text, or "" if env.json does not have them."""
+    """Returns the routes of the attention as text, or "" if env.json does not have them."""
     backend = env.get("backend")
     if isinstance(backend, dict):
         routes = list(backend.items())[:8]

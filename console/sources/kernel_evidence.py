@@ -96,7 +96,7 @@ _FUTEX = BlockedOn("futex", "a lock, an event or a future (futex)")
 class ProcessEvidence:
     """One reading of a process at the monotonic time `mono`.
 
-    `state` is the kernel's letter of the main thread, "gone", or "?" if only the main thread has
+    `state` is the kernel's letter for the main thread, "gone", or "?" if only the main thread has
     ended. `wchan` is "" if there is none or it is hidden. `cpu_ticks` is the CPU time of all
     threads. `tracer` is the pid and the name of the process that traces this process, or None.
     """
@@ -245,7 +245,7 @@ def _polled(
     """Returns the object of a poll or a wait for a signal, or `NOTHING` if it cannot be named."""
     name, first = _CALLS[call], arguments[0] & 0xFFFFFFFF
     if name == "signal" or (name in ("poll", "select") and not arguments[name == "poll"]):
-        return BlockedOn("timer", "a signal or a timeout")  # also a poll without descriptors
+        return BlockedOn("timer", "a signal or a timeout")  # also for a poll without descriptors
     if name != "epoll":
         return (
             descriptors.poll_wait(pid)

@@ -91,7 +91,7 @@ def _phases(plan: Record, state: Record) -> tuple[tuple[PhaseState, ...], str]:
 def _contradiction(
     plan: Record, state: Record, phases: Sequence[PhaseState], existing: Sequence[str]
 ) -> str:
-    """Returns a contradiction between documents and run directories, or "" if none is found."""
+    """Returns why documents and run directories do not agree, or "" if no reason is found."""
     planned, reached = (
         [line(entry, "name", "?") for entry in entries(each, "phases")] for each in (plan, state)
     )

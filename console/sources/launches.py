@@ -115,7 +115,7 @@ def launches_and_bare_runs(root: Path = ROOT) -> list[Path]:
 
 
 def _has_run(names: Iterable[str]) -> bool:
-    """Returns whether these names of a directory are those of a run."""
+    """Returns whether a directory that contains these names is a run."""
     return any(name == rundir.RUN or name.startswith("heartbeat_rank") for name in names)
 
 
@@ -145,9 +145,9 @@ def _known_in(directories: Iterable[tuple[Path, list[str]]]) -> list[KnownLaunch
 
 
 def _directories(root: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Yields the directories in `root`, and those one level below that are not in a launch.
+    """Yields the paths in `root`, and those one level below that are not in a launch.
 
-    Yields each with the names in it; links in `root` come last.
+    Each comes with the names in it, which a file does not have; links in `root` come last.
     """
     for top in sorted((root / name for name in _names(root)), key=Path.is_symlink):
         names = _names(top)
@@ -162,8 +162,8 @@ def find(name: str, root: Path = ROOT, act: bool = False) -> Path:
     `name` is a directory, `latest`, or an id: `<launch>`, or `<launch>/` with the number, the phase
     or the name `<n>-<phase>` of a run. A unique prefix of `<launch>` is enough. Raises
     NotFoundError if nothing matches, and UsageError if several launches match. For an action
-    (`act`), an id and `latest` are checked: raises RefusedError if `check_in_place` does, or if
-    another launch may be the latest.
+    (`act`), also raises RefusedError if `check_in_place` does for an id or `latest`, or if another
+    launch may be the latest.
     """
     path = Path(name)
     there = path.is_dir()
@@ -243,7 +243,7 @@ def check_in_place(path: Path, by_name: bool = False) -> None:
 
 
 def why_not_in_place(run: Path) -> str:
-    """Returns that a run, or its launch, is a copy or was moved, or "" if that is not known."""
+    """Returns a sentence if a run or its launch is a copy or was moved; else, or if unknown, ""."""
     path = run / rundir.RUN
     _, home, host, token = _origin(path, rundir.stamp(path))
     if not home or _is_home(Path(home), run, host not in ("", rundir.host_name()), token):
@@ -257,14 +257,14 @@ def why_not_in_place(run: Path) -> str:
 
 @functools.lru_cache(1024)
 def _origin(path: Path, stamp: object) -> tuple[str, str, str, str]:
-    """Returns four values of run.json: launch, directory, host and token; `stamp` is its stamp."""
+    """Returns launch, directory, host and token in run.json; a new `stamp` causes a new read."""
     record = rundir.read_json(path) or {} if stamp else {}
     home = jsonl.text(jsonl.mapping(record, "environment"), environ.RUN_DIR).partition("\0")[0]
     return jsonl.text(record, "launch"), home, jsonl.text(record, "host"), rundir.token(record)
 
 
 def _is_home(home: Path, run: Path, is_elsewhere: bool, token: str) -> bool:
-    """Returns whether a run was started in this directory.
+    """Returns whether `home`, the directory in which a run was started, is its directory `run`.
 
     For a run of another host, whose paths may have another meaning here, returns True unless `home`
     is another directory with the same run.

@@ -139,7 +139,7 @@ def is_written_soon(supervisor: Record, other: Record | None) -> bool:
 def since_ts(supervisor: Record, state: State, heads: Mapping[int, LatestRecords]) -> float | None:
     """Returns when a run entered its state, or None if that is not available.
 
-    If no document has this state, the time is that of the newest record (supervisor or rank).
+    If `supervisor` has another state, returns the newest time of `supervisor` and the records.
     """
     if jsonl.text(supervisor, "state") == state:
         return jsonl.number(supervisor, "since_ts")
@@ -165,9 +165,9 @@ def facts(
     """Returns the facts that a reader can observe about a run.
 
     `supervisor` is supervisor.json with its newest state. If there is no such document (`trouble`
-    may say why), it is the entry of the run in plan_state.json, or {}. `run` is run.json. `behind`
-    says that some records have not been read. `moved` is a sentence if the directory is a copy or
-    was moved; then no process that its documents name is treated as alive.
+    may say why), `supervisor` is the entry of the run in plan_state.json, or {}. `run` is run.json.
+    `behind` says that some records have not been read. `moved` is a sentence if the directory is a
+    copy or was moved; then no process that its documents name is treated as alive.
     """
     records = [head.last for head in heads.values()]
     has_exited = all(record.get("msg") == "exit" for record in records)
@@ -265,7 +265,7 @@ def living_in(run: Path) -> str:
 def is_locked(launch: Path) -> bool:
     """Returns whether a process holds the lock of a launch directory.
 
-    Returns False if no lock file can be opened, and True if flock fails for any reason.
+    Returns False if no lock file can be opened. If flock fails for any reason, returns True.
     """
     fd = jsonl.open_regular(launch / rundir.LOCK)
     if fd is None:

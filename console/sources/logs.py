@@ -28,7 +28,7 @@ _RANK_LOG = re.compile(r"rank(\d+)\.log")
 
 
 class Log:
-    """Follows one log. Reading starts `BACKLOG_BYTES` before its end.
+    """Follows one log. Reading starts `BACKLOG_BYTES` before the end of the log.
 
     If the log is shorter, reading starts in the rotated file, if there is one. Lines that were not
     read before a later rotation are skipped. With `skips`, if more than `LATE_BYTES` are not read
@@ -76,7 +76,7 @@ class Log:
         self._inode = status.st_ino
 
     def _skip(self, size_bytes: int) -> list[bytes]:
-        """Skips the bytes before the newest if too many are not read; returns a line on them."""
+        """With `skips`, skips older bytes if too many are unread; returns a line on the skip."""
         if not self._skips or size_bytes - self._offset <= LATE_BYTES:
             return []
         skipped_bytes = size_bytes - BACKLOG_BYTES - self._offset + len(self._carry)
@@ -130,7 +130,7 @@ class LogSource:
 
 
 def _event_line(record: dict[str, object], last: dict[str, object]) -> LogLine | None:
-    """Returns an event as a line, or None if it is not valid or repeats the event before it.
+    """Returns an event as a line, or None for an invalid event and for one that repeats `last`.
 
     Only events within `SAME_S` are compared: a verdict, its alert and the new state are three
     events with one sentence.

@@ -1,7 +1,7 @@
 """Samples the values and the Xids of each GPU through pynvml, in one thread per GPU.
 
 A GPU that hangs does not delay the others. Until NVML finds a GPU, one thread retries, at first
-after 5 s, later once a minute. Every read that ends returns a row (a `Gpu`), even after an error.
+after 5 s, later once a minute. Each read that ends returns a row (a `Gpu`), even after an error.
 An Xid is an error of one GPU that the NVIDIA driver reports.
 """
 
@@ -250,7 +250,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The newest row of one GPU, and the time of its read (monotonic s; inf while NVML fails)."""
+    """The newest row of one GPU and its time (monotonic s; inf if NVML is not initialised)."""
 
     gpu: Gpu
     at: float
@@ -266,7 +266,7 @@ def has_library() -> bool:
 
 
 def kernel_count(root: Path = Path("/")) -> int | None:
-    """Returns the number of GPUs in the kernel driver's list, or None if there is no list.
+    """Returns the number of GPUs in the kernel driver's list, or None if the list cannot be read.
 
     In a container or a batch job NVML may count fewer GPUs, because it skips GPUs that it may not
     open.

@@ -1,4 +1,4 @@
-"""Measures the pace of one rank in one attempt; `Progress` has the figures of one record.
+"""Measures the pace of one rank in one attempt; `Progress` has the figures of a progress record.
 
 A pace has the times between records, and the durations of steps and phases. Only the supervisor
 and the diagnosis need a pace. `LatestRecords` has the content of the newest records.
@@ -18,7 +18,7 @@ from console.sources.rank_totals import OF_EARLIER_STEPS
 from trainers.contract import jsonl
 
 SAFETY = 5.0
-"""After the first step, a stall limit is at least this many times the usual duration."""
+"""In steps after the first, a stall limit is at least this many times the usual duration."""
 RECORDS_LATE_S = 5.0
 """A record may be read up to this time after the pulse has shown the same progress."""
 LONGEST_STEP_S = 1e6
@@ -117,7 +117,7 @@ class Pace:
         self._read_at, self._age_s = -math.inf, 0.0
         """Time at which the newest record was read (monotonic s), and its age at that time."""
         self.from_future = False
-        """True if the newest record was written later than it was read, so its age is unknown."""
+        """True if the time in the newest record is after its read, so the age is unknown."""
         self._timed_steps = 0
         self._durations: dict[str, tuple[deque[float], list[float]]] = {}
         """Durations of each phase, in the order of arrival and sorted; the key "" is for steps."""
@@ -144,11 +144,11 @@ class Pace:
             self._take_durations(record, steps_s)
 
     def mark_old(self, mono: float) -> None:
-        """Marks all records so far as old; later gaps are measured between the times of reading."""
+        """Marks all records so far as old (see `_add_step`)."""
         self._new_step_at, self._live_since = -math.inf, mono
 
     def take_fresh(self) -> list[Progress]:
-        """Returns the progress records since the last call, at most `KEPT_FRESH`."""
+        """Returns the progress records since the last call, at most the newest `KEPT_FRESH`."""
         fresh = list(self._fresh)
         self._fresh.clear()
         return fresh
@@ -220,9 +220,10 @@ class Pace:
     def _take_durations(self, record: Mapping[str, Any], steps_s: list[float]) -> None:
         """Adds step times, and the longest time that each phase can have lasted in these steps.
 
-        A record contains the mean time of a phase. In one of n steps the phase lasted at most n
-        times the mean, and not longer than the longest step. For a rank with a GPU only `fetch` is
-        used; the other times are those of the GPU.
+        The first `WARM_UP_STEPS` steps add no step times. A record contains the mean time of a
+        phase. In one of n steps the phase lasted at most n times the mean, and not longer than the
+        longest step. For a rank with a GPU only `fetch` is used; the other times are those of the
+        GPU.
         """
         warm = steps_s[max(0, WARM_UP_STEPS - self._timed_steps) :]
         self._timed_steps += len(steps_s)

@@ -1,9 +1,9 @@
 """Reads processes from /proc and signals them through pidfds.
 
 A process is identified by pid and start time. The pidfd of a `Handle` is opened before the identity
-is checked, so that its signals never reach a reused pid. psutil is not used: it sends signals by
-pid, has no exit code of a process that is not a child, and scans all processes to find the children
-of one.
+is checked, so that the signals of the `Handle` never reach another process with the same pid.
+psutil is not used: it sends signals by pid, has no exit code of a process that is not a child, and
+scans all processes to find the children of one.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def state(pid: int) -> str:
 def identity_in(document: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the identity of a process from its entry in supervisor.json.
 
-    If the entry has no host and no boot id, they are those of the document.
+    A host or boot id that the entry lacks is that of the document.
     """
     return {key: document.get(key) for key in ("boot_id", "host")} | dict(entry)
 
@@ -212,12 +212,12 @@ class Handle:
 
 
 def open_process(pid: int, token: str) -> Handle | None:
-    """Opens a process, then checks its token; returns None if it differs or cannot be read."""
+    """Opens a process, then checks its token; returns None if the open or the check fails."""
     return _open(pid, lambda: environment(pid).get(environ.TOKEN) == token)
 
 
 def open_child(pid: int, parent: int) -> Handle | None:
-    """Opens a process, then checks its parent; returns None if it differs or cannot be read."""
+    """Opens a process, then checks its parent; returns None if the open or the check fails."""
     return _open(pid, lambda: pid in children(parent))
 
 
@@ -259,7 +259,7 @@ def open_named(
 def writes_into(pid: int, run: Path, logs: Path) -> bool:
     """Returns whether a process of this user writes its output into one of the files in `logs`.
 
-    A file with a second hard link is ignored.
+    The output is stdout or stderr. A file with a second hard link is ignored.
     """
     folder = jsonl.open_inside(logs, run)
     if folder is None:

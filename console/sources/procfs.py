@@ -157,9 +157,9 @@ def oom_since(before: OomCounts) -> OomEvidence:
 def spare_bytes() -> int | None:
     """Returns about how many bytes our cgroup can still use before the kernel kills its processes.
 
-    The kernel kills all of them if memory.oom.group is 1, as Kubernetes may set it. Returns None if
-    memory.oom.group is not 1, if this cgroup has no memory limit, or if the limit or the use cannot
-    be read.
+    The kernel kills all processes of a cgroup if memory.oom.group is 1, as Kubernetes may set it.
+    Returns None if memory.oom.group is not 1, if this cgroup has no memory limit, or if the limit
+    or the use cannot be read.
     """
     folder = _counting_folder()
     if not folder or _number_in(folder, "memory.oom.group") != 1:

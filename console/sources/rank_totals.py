@@ -209,7 +209,8 @@ class Live(NamedTuple):
 class RankTotals:
     """The totals of one rank. Its records are added in the order of the rank's file.
 
-    When an attempt resumes, the values of the repeated steps are dropped.
+    When an attempt resumes, the values of the repeated steps are dropped from the totals that cover
+    only surviving steps.
     """
 
     rank: int
@@ -291,7 +292,7 @@ class RankTotals:
                     if part.start is not None and part.start <= step), default=0)  # fmt: skip
 
     def _begin(self, part: AttemptTotals, step: int) -> None:
-        """Starts an attempt at a step; drops this step and later steps of earlier attempts."""
+        """Starts an attempt at a step; drops this step and later ones from the surviving steps."""
         if part.start is not None and part.start != step:
             part.trouble = part.trouble or f"it resumes at step {part.start} and at step {step}"
         part.start = step
@@ -302,7 +303,7 @@ class RankTotals:
         kept = [saved for saved in self.checkpoints if saved < step]
         if self.saved_count is not None:
             older = self.saved_count - len(self.checkpoints)
-            # If no stored checkpoint is left, it is unknown how many of the older ones are.
+            # If no stored checkpoint survives, it is unknown how many of the older ones survive.
             self.saved_count = older + len(kept) if kept or not older else None
         self.checkpoints = deque(kept, KEPT_CHECKPOINTS)
 

@@ -171,7 +171,7 @@ def visible(devices: str, uuids: Sequence[str]) -> list[int | None]:
 def _live_pulse(live: Path | None, sources: _Sources) -> Pulse | None:
     """Returns the pulse in shared memory of a rank's living process, or None if there is none.
 
-    A file that shows an earlier step than the rank's newest record is a copy, and is ignored.
+    A pulse file is ignored as a copy if the newest record is a progress record of a later step.
     """
     found, pid = pulse.read(rundir.pulse(live, sources.rank)) if live else None, sources.pid
     if found is None or (pid and found.pid != pid):

@@ -60,8 +60,8 @@ class Cursor:
 def head(path: Path) -> str:
     """Returns a hash of a file's first line, or "" if the line is incomplete or cannot be read.
 
-    The hash covers at most `HEAD_BYTES`. It identifies a file of records, also in a copy and under
-    another name.
+    The hash covers at most `HEAD_BYTES`. It identifies a file of records, also a copy or a renamed
+    file.
     """
     if path.suffix == GZIP:
         unpacker = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
@@ -238,7 +238,7 @@ class RecordFiles:
     """Reads heartbeats, samples and events of one run, a bounded number of bytes at each poll.
 
     With `recent_bytes` only the end of each heartbeat and sample file is read. A file in `cursors`
-    is read from its cursor on, and a heartbeat file from `again_bytes` before it.
+    is read from its cursor on, and a heartbeat file from some bytes before it (see `AGAIN_BYTES`).
     """
 
     def __init__(
@@ -251,7 +251,7 @@ class RecordFiles:
         self._followed: dict[str, RecordFile] = {}
         self._turns: deque[str] = deque()
         self.has_more = False
-        """True if the last poll stopped at its limit."""
+        """True if the last poll stopped at its limit of bytes."""
         self.is_legacy = False
         """True for a legacy run directory."""
 
@@ -328,7 +328,7 @@ class RecordFiles:
             return RecordFile(path, legacy.tail(self.run, rank, self._recent_bytes))
         again_bytes = self._again_bytes
         if b"progress" not in jsonl.read_bytes(path, again_bytes, max(0, cursor.at - again_bytes)):
-            again_bytes = WARM_UP_BYTES  # many other records follow the newest progress
+            again_bytes = WARM_UP_BYTES  # the newest progress record is further back
         tail = Tail(path, heartbeat.accept, self._recent_bytes, cursor.at, again_bytes=again_bytes)
         return RecordFile(path, tail, cursor.skipped)
 
