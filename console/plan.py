@@ -279,8 +279,6 @@ def _phases(raw: Any, shared: Mapping[str, Any], where: str) -> Iterator[Phase]:
     if not isinstance(raw, dict) or "variants" not in raw:
         yield _phase(raw, shared, where)
         return
-    variants = {k: v for k, v in _mapping(raw["variants"], where).items() if v is not None}
-    raw = {**raw, "variants": variants}
     own = {key: value for key, value in raw.items() if key not in get_type_hints(Sweep)}
     sweep = section(Sweep, {k: v for k, v in raw.items() if k not in own}, where)
     base = _phase(own, shared, where)
@@ -310,8 +308,7 @@ def _phase(raw: Any, shared: Mapping[str, Any], where: str) -> Phase:
     for key in MERGED_KEYS:
         given = (raw,) if key == "set" and merged.get("script") else (shared, raw)
         parts = (_mapping(each.get(key) or {}, f"{where}: {key}") for each in given)
-        both = {name: value for part in parts for name, value in part.items()}
-        merged[key] = {name: value for name, value in both.items() if value is not None}
+        merged[key] = {name: value for part in parts for name, value in part.items()}
     for key in ("module", "script"):
         if str(merged.get(key, "")).strip().startswith("-"):
             raise UsageError(
@@ -325,7 +322,8 @@ def _phase(raw: Any, shared: Mapping[str, Any], where: str) -> Phase:
 def section(cls: Any, raw: Any, where: str, **read: Any) -> Any:
     """Returns an object of `cls`, whose annotations say how the values of `raw` are converted.
 
-    A null value, which plan.json may contain, is treated as a missing value. Raises UsageError.
+    A null value, also in a mapping, is treated as a missing value: plan.json may contain nulls, and
+    a plan removes entries of the plan that it extends by nulls. Raises UsageError.
     """
     raw, kinds = _mapping(raw, where), get_type_hints(cls)
     _check_keys(raw, list(kinds), where)
@@ -340,7 +338,7 @@ def _read(value: Any, kind: Any, key: str, where: str) -> Any:
     if is_dataclass(kind):
         return section(kind, value, inside)
     if get_origin(kind) is Mapping:
-        held = _mapping(value, inside)
+        held = {name: x for name, x in _mapping(value, inside).items() if x is not None}
         if is_dataclass(parts[1]):
             return {name: section(parts[1], x, f"{inside}: {name!r}") for name, x in held.items()}
         return _flag_values(held, inside) if parts[1] is str else held

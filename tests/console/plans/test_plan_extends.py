@@ -51,6 +51,19 @@ def test_the_keys_of_a_plan_hold_for_its_phases_which_override_single_entries(fo
     assert dict(foreign.set) == {}, "a foreign program does not know our settings"
 
 
+def test_a_null_removes_an_entry_of_every_mapping(folder):
+    rules = "watch: {rules: {late: {for_s: 2}, stall: {for_s: 3}}}"
+    (folder / "middle.yaml").write_text(f"extends: base\nenv: {{NCCL_DEBUG: WARN}}\n{rules}\n")
+    (folder / "child.yaml").write_text(
+        "extends: middle\nenv: {NCCL_DEBUG: null}\nwatch: {rules: {late: null}}\nphases:\n"
+        "  - {name: mb, rounds: 11, variants: {a: {set: {train.lr: null}}, b: {}}}\n"
+    )
+    found = plan.load(folder / "child.yaml")
+    assert dict(found.env) == {"OMP_NUM_THREADS": "1"}
+    assert [*found.watch.rules] == ["stall"]
+    assert dict(found.phases[-1].set) == {"train.steps": 9, "train.lr": 1}
+
+
 def test_a_plan_that_extends_another_changes_only_what_it_names(folder):
     found = plan.load(folder / "child.yaml")
     assert (found.name, found.about) == ("child", "")
