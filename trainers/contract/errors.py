@@ -13,7 +13,7 @@ class ContractError(Exception):
 
 
 class UsageError(ContractError):
-    """A command line, plan, configuration or flag is wrong."""
+    """A command line, plan, configuration or environment variable is wrong."""
 
     exit_code = 2
 
