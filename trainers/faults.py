@@ -28,7 +28,7 @@ from trainers.sequences import RankRows, Source
 
 EXIT_CODE = 7
 WRITTEN_S = 10.0
-"""Longest wait for the record of a drill to be written before the drill happens."""
+"""Longest time in seconds that a drill waits until its record is written."""
 _leaked: list[bytes] = []
 
 
@@ -127,7 +127,7 @@ def _spin(amount: float, _member: Member) -> None:
 
 def _hold_gil(amount: float, _member: Member) -> None:
     """Holds the GIL and waits for a locked mutex; no signal handler ends this wait."""
-    native, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)  # holds a mutex
+    native, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
     part, whole = math.modf(time.time() + amount)
     native.pthread_mutex_lock(mutex)
     until = (ctypes.c_long * 2)(int(whole), int(part * 1e9))

@@ -17,13 +17,13 @@ from trainers.failures import DataError
 from trainers.schema import DataSettings
 
 HUB_ERRORS: tuple[type[BaseException], ...] = (OSError, *HfHubHTTPError.__bases__)
-"""OSError, and the base of all errors of the HTTP library that this version of the hub uses."""
+"""OSError, and the error of the HTTP library that this version of huggingface_hub uses."""
 
 
 def resolve(
     data: DataSettings, scratch: Path, fingerprint: Callable[[str, str], str]
 ) -> tuple[str, list[str], list[str]]:
-    """Returns three values: a description, the files of the training split, their fingerprints.
+    """Returns a description, the files of the training split, and the fingerprints of these files.
 
     `fingerprint` is a function that returns the fingerprint of a file in the folder of a mirror.
     Raises DataError.

@@ -44,7 +44,7 @@ class Row:
 
     @property
     def halt_reason(self) -> str:
-        """The first reason to halt, or "" if there is none."""
+        """The first of `HALT_REASONS` that a rank requested, or "" if there is none."""
         return next((reason for reason in HALT_REASONS if reason in self.asked), "")
 
     @property

@@ -155,7 +155,7 @@ class StackDumper:
                 text = self._threads_text().encode("utf-8", "replace")
                 while text:  # a write to a full disk may be partial; the next write then fails
                     text = text[os.write(self._fd, text) :]
-                # Stored with the time of the record, because a run directory that hangs delays the copy.
+                # A run directory that hangs delays the copy, so the record is stored with its time.
                 self._flight = time.time_ns(), _flight_record()
                 if not self._copy_is_queued:
                     self._copy_is_queued = True
@@ -173,7 +173,7 @@ class StackDumper:
     def _save(self) -> None:
         """Copies all new dumps and the newest flight record to the run directory.
 
-        Eight flight records are kept.
+        Keeps the eight newest flight records of this rank.
         """
         self._copy_is_queued, (at_ns, record) = False, self._flight
         if self._path != self._archive:
