@@ -1,4 +1,4 @@
-"""Trainings that are started by hand: one per directory, and a new attempt number for each."""
+"""Trainings that are started by hand: one at a time per directory, each a new attempt."""
 
 from __future__ import annotations
 
