@@ -35,7 +35,10 @@ _leaked: list[bytes] = []
 def arm(
     settings: Settings, member: Member, report: Report, model: nn.Module, source: Source
 ) -> None:
-    """Adds the drills of this rank to the model and the source, and reports them."""
+    """Adds the drills of this rank to the model and the source, and reports them.
+
+    Rank 0 also reports the drills of ranks that the run does not have.
+    """
     mine: list[Drill] = []
     last: dict[Drill, int] = {}
     sequences_per_step = settings.train.batch_size * settings.train.accumulate * member.world

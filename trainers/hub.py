@@ -1,4 +1,4 @@
-"""Finds the files of FineWeb-Edu and their fingerprints, on the hub or in a mirror."""
+"""Finds the files of FineWeb-Edu, on the hub or in a mirror, with entries for the fingerprint."""
 
 from __future__ import annotations
 
@@ -23,10 +23,9 @@ HUB_ERRORS: tuple[type[BaseException], ...] = (OSError, *HfHubHTTPError.__bases_
 def resolve(
     data: DataSettings, scratch: Path, fingerprint: Callable[[str, str], str]
 ) -> tuple[str, list[str], list[str]]:
-    """Returns a description, the files of the training split, and the fingerprints of these files.
+    """Returns a description, the files of the training split, and their fingerprint entries.
 
-    `fingerprint` is a function that returns the fingerprint of a file in the folder of a mirror.
-    Raises DataError.
+    `fingerprint` returns the entry of a file in the folder of a mirror. Raises DataError.
     """
     # Without this check, `datasets` would try for 23 s to reach a hub that does not answer.
     if not data.path and (why := data_access.hub_problem()):

@@ -31,7 +31,7 @@ FINISH_S = 25.0
 
 
 class Saver:
-    """Writes the checkpoints of a run, one at a time; all ranks must call the same methods.
+    """Writes the checkpoints of a run, one at a time; all ranks must start the same saves.
 
     `ours` returns whether the run directory is still at its path. Rank 0 calls `ours`, also from
     the background thread; if the result is False, the save fails, and rank 0 removes nothing.

@@ -93,7 +93,7 @@ class Hub(ThreadingHTTPServer):
     """One dataset at a revision; `served` lists the requests of files as (file, method, range).
 
     A GET or HEAD request gets no answer, and its connection ends, if its path contains `breaks`. An
-    empty `breaks` breaks nothing.
+    empty `breaks` has no effect.
     """
 
     daemon_threads = True

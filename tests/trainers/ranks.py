@@ -50,7 +50,7 @@ def together(
 
 @contextlib.contextmanager
 def own_port() -> Iterator[int]:
-    """Yields a port for the group; the open socket prevents another use, except by rank 0."""
+    """Yields a port for rank 0; an open socket keeps other processes from getting the port."""
     with socket.socket() as kept:
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         kept.bind(("127.0.0.1", 0))

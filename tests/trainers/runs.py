@@ -43,7 +43,7 @@ class Recorded:
         self.path = path
 
     def records(self, rank: int = 0, *messages: str) -> list[dict[str, Any]]:
-        """Returns the records of a rank whose `msg` is in `messages`; without `messages`, all."""
+        """Returns the records of a rank, or only those with one of these `messages` as `msg`."""
         return heartbeats(self.path, rank, *messages)
 
     def metrics(self) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class Run(Recorded):
         return self.log.read_text(errors="replace")
 
     def until(self, what: Callable[[], Any], timeout_s: float = 300) -> Any:
-        """Calls `what` until its result is true, and returns this; the run must not end first."""
+        """Returns the first true result of `what`, which must come before the end of the run."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
             if found := what():

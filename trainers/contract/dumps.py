@@ -49,7 +49,7 @@ UNSEEN = "  (not available: faulthandler shows the 100 newest threads only)\n"
 
 
 def ignore() -> None:
-    """Ignores the dump signals until `install`; programs that are started before do so too."""
+    """Ignores the dump signals until `install`, also in programs that are started before it."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(LAST_RESORT, signal.SIG_IGN)
 

@@ -30,7 +30,7 @@ INHERITED = (
     "DATA_GYM_CACHE_DIR", "XDG_CACHE_HOME", "http_proxy", "https_proxy", "all_proxy", "no_proxy",
     "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY",
 )  # fmt: skip
-"""The variables that a training inherits from the operator's shell, besides flags."""
+"""The variables that a launch passes on from the operator's shell, besides flags."""
 
 DEVICE_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 """A launch sets this variable, so that CUDA numbers the GPUs as NVML and `nvidia-smi` do."""

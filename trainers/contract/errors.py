@@ -19,7 +19,7 @@ class UsageError(ContractError):
 
 
 class NotFoundError(ContractError):
-    """A launch, a run or a part of a run does not exist."""
+    """A launch, a run, or a part of a launch or run does not exist or cannot be read."""
 
     exit_code = 3
 

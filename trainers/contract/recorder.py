@@ -90,7 +90,7 @@ class Recorder:
             self.dropped += 1
 
     def close(self, timeout_s: float = 60.0) -> bool:
-        """Waits until the queue is empty; returns False if this takes longer than `timeout_s`."""
+        """Drops later records; returns whether the thread has ended within `timeout_s`."""
         self._closed = True
         self._queue.put(None)
         self._thread.join(timeout_s)
