@@ -113,7 +113,7 @@ def _started_at(pid: int) -> float | None:
 
 
 def _refuse(error: ContractError | OSError, variables: Mapping[str, str], entry: str) -> int:
-    """Writes one sentence to stderr and, if a supervisor started this rank, to its run.
+    """Writes one sentence to stderr and, if a supervisor started this rank, to the run.
 
     Without a supervisor, the run gets no records, because a directory that was named by hand may
     belong to another run. Returns the exit code.

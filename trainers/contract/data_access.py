@@ -47,7 +47,7 @@ def hub_problem() -> str:
     unread = f"so {DATASET} cannot be read; {MIRROR}"
     if environ.get("HF_HUB_OFFLINE").upper() in ("1", "ON", "YES", "TRUE"):
         return f"HF_HUB_OFFLINE is set, {unread}"
-    from urllib import request  # imported here, because it needs 1 MiB and is rarely used
+    from urllib import request  # imported here: 1 MiB of memory, and rarely used
 
     host, proxies = "the hub", request.getproxies()
     try:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class ContractError(Exception):
-    """The base class of these errors; `nsa-console` exits with the `exit_code` of the error."""
+    """The base class of the errors below; `nsa-console` exits with the `exit_code` of an error."""
 
     exit_code = 5
 

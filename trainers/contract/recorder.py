@@ -1,7 +1,7 @@
 """Writes records and log lines in a thread, so that no step waits for these writes.
 
-Records wait in a queue. A record is dropped and counted if its write fails, or if the queue is full
-and the record is not queued with `keep`.
+Records wait in a queue. A record is dropped and counted if its write fails, if the recorder is
+closed, or if the queue is full and the record is not queued with `keep`.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Recorder:
     def _file(self, path: Path) -> int:
         """Returns the descriptor for `path`.
 
-        Every `check_every_s`, checks whether the file was removed or replaced, and opens it again.
+        If the last check is `check_every_s` old, opens a file again that was removed or replaced.
         """
         fd, check_at = self._descriptors.get(path, (None, 0.0))
         now = time.monotonic()
