@@ -57,7 +57,7 @@ class Documents:
     text_key: str
 
     def read(self, file: str, cursor: int) -> Iterator[Piece]:
-        """Yields the pieces of a file in this part, from `cursor` on. Raises DataError."""
+        """Yields the pieces of this part in a file, from `cursor` on. Raises DataError."""
         try:
             for piece in self.reader(file, cursor, self.text_key):
                 if self.keep is None or self.keep(piece[1]):
