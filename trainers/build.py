@@ -33,7 +33,7 @@ from trainers.step_reduction import StepReduction
 
 
 class Training:
-    """The parts of a training that a step uses; restores the checkpoint that `choose` returns."""
+    """The parts of a training; restores the checkpoint that `choose` returns, if there is one."""
 
     def __init__(self, settings: Settings, member: Member, report: Report):
         self.settings, self.member, self.report = settings, member, report
@@ -67,7 +67,7 @@ class Training:
         self.phases = Phases(member.pulse, cuda, settings.report.nvtx)
         self.reduction = StepReduction(parallel.reduce, device)
         self.save_is_due = False
-        """True until a periodic checkpoint that is due is saved."""
+        """True while a periodic checkpoint is due and not yet saved."""
         self.saver = Saver(run, parts, settings.checkpoint, member.home.is_there)
         every = settings.report.memory_every
         self.inventory = Inventory(member, parallel, self.plain, self.optimizer, every)
@@ -113,9 +113,9 @@ def resume(
 ) -> Manifest | None:
     """Restores the checkpoint that `choose` returns on rank 0.
 
-    `stream` is the fingerprint of the data. If the data changed and this is allowed, the data start
-    from the beginning. Returns the manifest of the checkpoint, or None to start at step 1. Raises
-    CheckpointError, and UsageError for a change that is not allowed.
+    `stream` is the fingerprint of the data. If the data changed and their change is allowed, the
+    training reads the data from the beginning. Returns the manifest of the checkpoint, or None to
+    start at step 1. Raises CheckpointError, and UsageError for a change that is not allowed.
     """
     parallel = parts.parallel
     restored = checkpoint.choose_on_all_ranks(parallel, lambda: choose(settings, member))

@@ -56,9 +56,10 @@ def compared(settings: Mapping[str, Any], world: int, stream: str) -> dict[str, 
 def refuse(
     path: Path, before: Mapping[str, Any], now: Mapping[str, Any], allow: str
 ) -> frozenset[str]:
-    """Returns the groups whose values of `compared` changed.
+    """Returns the groups of the values that differ between `before` and `now`.
 
-    Raises UsageError if `allow` does not permit a change.
+    Both are results of `compared`; a value that only one of them has is ignored. Raises UsageError
+    for a change that `allow`, a value of `checkpoint.allow_change`, does not contain.
     """
     changed: dict[str, list[str]] = {}
     for name in sorted(before.keys() & now.keys()):

@@ -1,10 +1,11 @@
 """The state of a training in a checkpoint, and its restoration; `saver` saves the state.
 
 torch.distributed.checkpoint (DCP) reads and writes the state. The state is a set of named tensors:
-weights, AdamW's averages, loss scale, window of `Spikes`, generators. It can be restored on another
-number of ranks and with another strategy. Loading a checkpoint runs no code from it: tensors are
-loaded with `weights_only=True`, and DCP's index, a pickle, may contain only the classes in
-`_INDEX_CLASSES`. `trainers.manifest` describes and verifies the directory of a checkpoint.
+weights, AdamW's averages, loss scale (fp16 only), window of `Spikes`, states of the generators. The
+state can be restored on another number of ranks and with another strategy. Loading a checkpoint
+runs no code from it: tensors are loaded with `weights_only=True`, and DCP's index, a pickle, may
+refer only to the names in `_INDEX_CLASSES`. `trainers.manifest` describes and verifies the
+directory of a checkpoint.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from trainers.precision import LossScale, weights_dtype
 State = dict[str, Any]
 Result = TypeVar("Result")
 RANDOM, SPIKES, LOSS_SCALE = "random", "spikes", "loss_scale"
-# A load, and the save of a single rank, use DCP without a process group on purpose.
+# Loads, and saves of a single rank, use DCP without a process group on purpose.
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 
@@ -56,7 +57,8 @@ class Parts:
     def state(self) -> State:
         """Returns all tensors by section and name, except the states of the generators.
 
-        The result has the loss scale with fp16 only.
+        The result has the loss scale with fp16 only. A parameter without a state of AdamW gets
+        `empty_state`.
         """
         for p in self.model.parameters():
             if not self.optimizer.state[p]:
@@ -109,8 +111,8 @@ def choose_on_all_ranks(
 def load(path: Path, parts: Parts) -> None:
     """Restores all tensors from a verified checkpoint, bitwise if the dtypes are the same.
 
-    The loss scale stays as it is if the checkpoint has none, because it was saved without fp16.
-    Raises CheckpointError.
+    The loss scale is restored only if the checkpoint and this training use fp16. Raises
+    CheckpointError.
     """
     state = parts.state()
     with _readable(path) as (reader, index):
@@ -180,7 +182,7 @@ _INDEX_CLASSES = {
 
 
 class _Index(pickle.Unpickler):
-    """Unpickles only the classes in `_INDEX_CLASSES`."""
+    """Unpickles an index that refers only to the names in `_INDEX_CLASSES`."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in _INDEX_CLASSES.get(module, ()):

@@ -1,4 +1,4 @@
-"""Trains with DDP, or as a single process: `torchrun -m trainers.ddp --config FILE`."""
+"""Starts a training; several ranks use DDP by default: `torchrun -m trainers.ddp --config FILE`."""
 
 from trainers.entry import exit_now, main
 

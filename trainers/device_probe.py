@@ -35,7 +35,7 @@ MATRIX, LARGEST_MIB = {"cuda": 8192, "cpu": 512}, {"cuda": 256, "cpu": 16}
 SLOW = 0.7
 """A rank is slow if its speed is below this share of the fastest rank's speed."""
 COLLECTIVE_S, BATCH_S, CAUSALITY_S = 60.0, 30.0, 120.0
-"""Time limits. The causality check divides its limit among the distinct layers of the plan."""
+"""Time limits in seconds. The causality check divides its limit among the distinct layers."""
 ROWS_AT_ONCE, CUTS_AT_ONCE = {"cuda": 16_384, "cpu": 4096}, 32
 SEQUENTIAL_TOKENS, SHORT, FUTURE_SCALE = 96, 24, 8.0
 """Tokens of the causality check if they are computed one by one; tokens of the parity check; scale
@@ -130,7 +130,7 @@ def all_reduce(phase: Phase, world: int) -> Found:
 
 
 def first_batch(phases: Sequence[Phase]) -> Found:
-    """Fetches batches, once for all phases with the same data settings and batch size."""
+    """Fetches batches; phases with the same data settings and batch size share one check."""
     texts = []
     for phase in distinct(phases, lambda of: (of.settings.data, of.settings.train.batch_size)):
         data = phase.settings.data
@@ -164,8 +164,8 @@ def make_layer(phase: Phase, model: ModelConfig | None = None) -> Any:
 def causality(phases: Sequence[Phase]) -> Found:
     """Checks that no output of a layer depends on a later token, for each distinct layer.
 
-    For each cut, all tokens after the cut change. No output up to the cut may change; the chunked
-    route may change it by `ROUNDING`. The gradient of these outputs must be zero after the cut. The
+    For each cut, all tokens after the cut change. No output up to the cut may change, except by
+    `ROUNDING` on the chunked route. The gradient of these outputs must be zero after the cut. The
     cuts come in an order that spreads them evenly; if some cuts are not checked within the limits,
     the result is "unknown".
     """

@@ -44,20 +44,20 @@ Reader = Callable[[str, int, str], Iterator[Piece]]
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """The files of the training part or the held-out part, in reading order."""
+    """The documents of the training part or of the held-out part, in shuffled files."""
 
     about: str
     files: tuple[str, ...]
     """Paths, or `hf://` addresses with their revision."""
     digest: str
-    """Number of the files in both parts, and a hash of their entries in the fingerprint."""
+    """Number of the files in both parts, and a hash of their entries (`fingerprint_entry`)."""
     keep: Callable[[bytes], bool] | None
     """Returns whether a document is in this part; None if whole files are held out."""
     reader: Reader
     text_key: str
 
     def read(self, file: str, cursor: int) -> Iterator[Piece]:
-        """Yields the pieces of a file in this part, from `cursor` on. Raises DataError."""
+        """Yields the pieces of this part in a file, from `cursor` on. Raises DataError."""
         try:
             for piece in self.reader(file, cursor, self.text_key):
                 if self.keep is None or self.keep(piece[1]):
@@ -69,7 +69,7 @@ class Documents:
 
 
 def find(data: DataSettings, seed: int, held_out: bool, scratch: Path) -> Documents:
-    """Returns the files that the settings select, shuffled by the seed.
+    """Returns the documents that the settings select, in files that are shuffled by the seed.
 
     For the source `text` a fraction of the files is held out. For other sources a fraction of the
     documents is held out, chosen by content, so that no copy of a held-out document is trained on.
@@ -108,7 +108,7 @@ def fingerprint_entry(file: str, root: Path | str) -> str:
 
 
 def _list_files(data: DataSettings) -> tuple[Path, list[str], list[str]]:
-    """Returns the data folder, its selected files that are not empty, and their fingerprints."""
+    """Returns the data folder, its selected files, and their entries in the fingerprint."""
     root, pattern = Path(data.path), data.pattern
     folders = [root]
     if not data.path:

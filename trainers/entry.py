@@ -69,8 +69,9 @@ def _say(text: str) -> None:
 def _join(arguments: Arguments, variables: Mapping[str, str], resolved: Resolved) -> Member:
     """Returns this rank's `Member` of its run.
 
-    Raises UsageError if --run-dir is needed and missing, and RefusedError if the directory already
-    contains a run, belongs to a training that is alive, or cannot be used.
+    Raises UsageError, for example if --run-dir is needed and missing. Raises RefusedError if the
+    directory contains a run that is not resumed, belongs to a training that is alive, or cannot be
+    used.
     """
     supervised = environ.RUN_ID in variables
     resumes = resolved.settings.checkpoint.resume == AUTO and not supervised
@@ -86,7 +87,7 @@ def _join(arguments: Arguments, variables: Mapping[str, str], resolved: Resolved
         )
     rundir.lock_rank(run, rank)
     if resumes:
-        # Each rank reads the number of earlier attempts before rank 0 writes these files again. An
+        # Each rank reads the number of earlier attempts before rank 0 writes env.json again. An
         # attempt that failed before its resume has written only metrics.json.
         documents = (rundir.read_json(run / name) or {} for name in (rundir.ENV, rundir.METRICS))
         earlier = max(jsonl.integer(each, "attempt") or 0 for each in documents)
@@ -95,7 +96,7 @@ def _join(arguments: Arguments, variables: Mapping[str, str], resolved: Resolved
 
 
 def _default_run(arguments: Arguments, variables: Mapping[str, str], resolved: Resolved) -> Path:
-    """Returns a directory named by a start time; under torchrun, by torchrun's own start time."""
+    """Returns a directory whose name is the start time of torchrun, or else the present time."""
     started = _started_at(os.getppid()) if "RANK" in variables else None
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(started))
     name = arguments.config.stem if arguments.config else "default"
@@ -112,7 +113,7 @@ def _started_at(pid: int) -> float | None:
 
 
 def _refuse(error: ContractError | OSError, variables: Mapping[str, str], entry: str) -> int:
-    """Writes one sentence to stderr and, if a supervisor started this rank, to its run.
+    """Writes one sentence to stderr and, if a supervisor started this rank, to the run.
 
     Without a supervisor, the run gets no records, because a directory that was named by hand may
     belong to another run. Returns the exit code.

@@ -43,7 +43,7 @@ class CollectiveError(TrainingError):
 
 
 class CheckpointError(TrainingError):
-    """A checkpoint could not be written or read."""
+    """A checkpoint is missing or damaged, or could not be written or read."""
 
     exit_code = CHECKPOINT
 

@@ -28,14 +28,17 @@ from trainers.sequences import RankRows, Source
 
 EXIT_CODE = 7
 WRITTEN_S = 10.0
-"""Longest wait for the record of a drill to be written before the drill happens."""
+"""Longest time in seconds that a drill waits until its record is written."""
 _leaked: list[bytes] = []
 
 
 def arm(
     settings: Settings, member: Member, report: Report, model: nn.Module, source: Source
 ) -> None:
-    """Adds the drills of this rank to the model and the source, and reports them."""
+    """Adds the drills of this rank to the model and the source, and reports them.
+
+    Rank 0 also reports the drills of ranks that the run does not have.
+    """
     mine: list[Drill] = []
     last: dict[Drill, int] = {}
     sequences_per_step = settings.train.batch_size * settings.train.accumulate * member.world
@@ -127,7 +130,7 @@ def _spin(amount: float, _member: Member) -> None:
 
 def _hold_gil(amount: float, _member: Member) -> None:
     """Holds the GIL and waits for a locked mutex; no signal handler ends this wait."""
-    native, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)  # holds a mutex
+    native, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
     part, whole = math.modf(time.time() + amount)
     native.pthread_mutex_lock(mutex)
     until = (ctypes.c_long * 2)(int(whole), int(part * 1e9))

@@ -1,4 +1,4 @@
-"""Trains with FSDP2, or as a single process: `torchrun -m trainers.fsdp --config FILE`."""
+"""Starts a training; several ranks use FSDP2 by default: `torchrun -m trainers.fsdp …`."""
 
 from trainers.entry import exit_now, main
 

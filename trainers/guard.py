@@ -20,7 +20,7 @@ from trainers.step_reduction import Row
 SPIKE_WINDOW_STEPS, LEAST_DEVIATION = 128, 0.01
 """Number of norms in the window of `Spikes`, and least deviation as a fraction of the mean norm."""
 LEAK_TOKENS, LEAK_NATS = 16_384, 0.02
-"""Tokens in the window of the leak check, and nats below chance that are a leak."""
+"""Least tokens in the window of the leak check, and nats below chance that are a leak."""
 
 
 def seed_gradient(loss: Tensor, scale: float | Tensor) -> Tensor:
@@ -70,9 +70,9 @@ class Spikes:
     """Detects steps whose gradient norm is far above earlier norms, without waiting for the GPU.
 
     All ranks have the same norm, so they detect the same spikes. With `sigmas` 0 nothing is
-    detected. The window contains the last finite norms; in place of a spike, the window contains
-    the limit that the spike exceeded. So one spike changes the limit little, and after a lasting
-    rise of the norm the limit grows until the new level is accepted.
+    detected, and the window stays empty. The window contains the last finite norms; in place of a
+    spike, the window contains the limit that the spike exceeded. So one spike changes the limit
+    little, and after a lasting rise of the norm the limit grows until the new level is accepted.
     """
 
     def __init__(self, sigmas: float, device: torch.device):
@@ -81,7 +81,7 @@ class Spikes:
         self.seen = torch.zeros((), dtype=torch.int64, device=device)
 
     def detect(self, norm: Tensor, nonfinite: Tensor) -> Tensor:
-        """Returns 1.0 if `norm` is a spike, else 0.0; adds a finite norm to the window."""
+        """Returns 1.0 if `norm` is a spike, else 0.0; a finite norm updates the window."""
         if not self._sigmas:
             return torch.zeros_like(nonfinite)
         deviation, mean = torch.std_mean(self.norms)
@@ -102,7 +102,7 @@ class Guard:
     def __init__(self, most_nonfinite_in_a_row: int, chance_nats: float = 0.0):
         self._most = most_nonfinite_in_a_row
         self.in_a_row = 0
-        """Non-finite steps up to the newest row, without those that lower the loss scale."""
+        """Non-finite steps since the last finite step, without those that lower the loss scale."""
         self._chance_nats = chance_nats
         self._recent: deque[Row] = deque()
         self.skipped = self.nonfinite_loss = self.overflow = self.scale_lowered = self.spikes = 0

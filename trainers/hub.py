@@ -1,4 +1,4 @@
-"""Finds the files of FineWeb-Edu and their fingerprints, on the hub or in a mirror."""
+"""Finds the files of FineWeb-Edu, on the hub or in a mirror, with entries for the fingerprint."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from trainers.failures import DataError
 from trainers.schema import DataSettings
 
 HUB_ERRORS: tuple[type[BaseException], ...] = (OSError, *HfHubHTTPError.__bases__)
-"""OSError, and the base of all errors of the HTTP library that this version of the hub uses."""
+"""OSError, and the error of the HTTP library that this version of huggingface_hub uses."""
 
 
 def resolve(
     data: DataSettings, scratch: Path, fingerprint: Callable[[str, str], str]
 ) -> tuple[str, list[str], list[str]]:
-    """Returns three values: a description, the files of the training split, their fingerprints.
+    """Returns a description, the files of the training split, and their fingerprint entries.
 
-    `fingerprint` is a function that returns the fingerprint of a file in the folder of a mirror.
-    Raises DataError.
+    `fingerprint` returns the entry of a file in the folder of a mirror. Raises DataError.
     """
     # Without this check, `datasets` would try for 23 s to reach a hub that does not answer.
     if not data.path and (why := data_access.hub_problem()):

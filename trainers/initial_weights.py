@@ -1,8 +1,8 @@
-"""Initial weights: each parameter has its own generator.
+"""Initial weights: each random parameter has its own generator.
 
 The seed of the run and the name of the parameter seed the generator. So the weights depend neither
-on the number of ranks nor on the strategy. A rank that has a shard of each parameter draws one
-whole parameter at a time.
+on the number of ranks nor on the strategy. A rank that has only a shard of a parameter draws the
+whole parameter, one parameter at a time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def set_whole(target: Tensor, whole: Tensor) -> None:
 
 @torch.no_grad()
 def fill(model: Transformer, seed: int, device: torch.device) -> None:
-    """Allocates the parameters of a model from the meta device, and sets their values."""
+    """Allocates on `device` the parameters of a model on the meta device; sets their values."""
     model.to_empty(device=device)
     names = {id(p): name for name, p in model.named_parameters()}
 

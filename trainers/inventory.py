@@ -1,8 +1,8 @@
-"""Writes dtypes, libraries, driver and device of a run, and its memory at some steps.
+"""Writes the dtypes, libraries, driver and device of a run, and the memory at some steps.
 
 The recorder's thread writes all files, so a slow or full disk does not stall a step. With FSDP,
-the names of the dtype, optimizer and memory files contain `fsdp`, and the size of the optimizer is
-that of one rank's shards.
+the names of the dtype, optimizer and memory files contain `fsdp`, and the size of the optimizer's
+state is that of one rank's shards.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Inventory:
             self._dump_memory(f"pre_step{step}")
 
     def end(self, step: int) -> None:
-        """Writes the memory dumps due after a step, and after the first step the optimizer size."""
+        """Writes the memory dumps due after a step, and the optimizer size after the first step."""
         if self._is_first:
             self._is_first = False
             self._dump_memory(f"step{step}")
@@ -69,7 +69,7 @@ class Inventory:
             self._dump_memory(f"post_step{step}")
 
     def close(self) -> None:
-        """Waits at most `CLOSE_S` for the files that the thread writes."""
+        """Waits at most `CLOSE_S` until the thread has queued its files."""
         if self._environment.ident is not None:
             self._environment.join(CLOSE_S)
 

@@ -73,7 +73,7 @@ class Batch:
 class Loader:
     """Reads batches ahead in a thread; `fetch` raises DataError if no batch comes in time.
 
-    The time limit begins again after each batch that is read and left out.
+    If batches were read and left out within the time limit, `fetch` waits for this time again.
     `state` is the position of the training in the source, without the batches that were read ahead.
     A checkpoint stores this position as `data`; the loader continues from the `data` of `resumed`.
     """
@@ -163,7 +163,7 @@ def read_batch(source: Source, count: int, rank: int, world: int, device: torch.
 
 
 def to_skip(steps: str, sequences: int, resumed: Manifest | None) -> Mapping[str, Any]:
-    """Returns the positions `start` and `stop` (excluded) of the data that `data.skip` names.
+    """Returns the positions `start` and `stop` (excluded) of the data that `data.skip` selects.
 
     The steps are counted as in the training that wrote the checkpoint, which may have had another
     number of sequences per step than `sequences`. The result is part of the state, so that a later

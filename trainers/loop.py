@@ -30,7 +30,7 @@ DONE, RIGHT_REACHED = "done", "bytes_right reached"
 def train(settings: Settings, member: Member, report: Report) -> str:
     """Trains until the steps are done, enough bytes are right, or all ranks agree to halt.
 
-    Returns the reason of the end. A resumed training without a further step ends at once as done.
+    Returns the reason of the end. A resumed training without a further step ends as done.
     Raises TrainingError and UsageError with one sentence, and other exceptions, which
     `failures.classify` describes.
     """
@@ -75,7 +75,7 @@ def run_steps(t: Training) -> str:
         t.phases.enter(step, "optimizer")
         t.loss_scale.unscale(t.model)
         if step == t.first_step:
-            # Before the clip, which makes finite gradients 0 if the norm is infinite.
+            # This precedes the clip, which makes finite gradients 0 if the norm is infinite.
             report_dead_parameters(t, step)
         norm, nonfinite = guard.clip(t.model, t.settings.optim.grad_clip)
         spike = t.spikes.detect(norm, nonfinite)
@@ -138,7 +138,7 @@ def forward_backward(
 
 
 def report_dead_parameters(t: Training, step: int) -> None:
-    """Reports the parameters whose gradient is missing or zero after the first backward."""
+    """Reports the parameters whose gradient is missing or zero in this process's first step."""
     dead = guard.dead_parameters(t.plain)
     if dead:
         names = ", ".join(dead[:8]) + (f" and {len(dead) - 8} more" if len(dead) > 8 else "")
@@ -235,14 +235,14 @@ def run_requests(t: Training, step: int, rows: list[Row]) -> None:
     settings = t.settings.checkpoint
     final = settings.at_end and step == t.settings.train.steps
     t.save_is_due |= settings.every > 0 and step % settings.every == 0
-    # The weights with which a loss is not finite may be unusable, so a save waits for finite steps.
+    # Weights may be unusable if a loss is not finite, so a periodic save waits for a finite step.
     if CHECKPOINT_NOW in requests or (t.save_is_due and not final and not t.guard.in_a_row):
         save(t, step)
         t.save_is_due = False
 
 
 def save(t: Training, step: int) -> None:
-    """Saves a checkpoint, or starts a background save; reports a failure and does not raise it."""
+    """Saves a checkpoint, or starts a background save; reports a CheckpointError."""
     t.phases.enter(step, "save")
     began = time.perf_counter()
     try:
@@ -259,8 +259,8 @@ def save_final(t: Training, halted: bool) -> None:
     """Waits for a background save, then saves the final checkpoint.
 
     Without `checkpoint.at_end`, only a halted training saves. A training without a step in this
-    process keeps the checkpoint that it resumed in its own directory. Exports the checkpoint if
-    `checkpoint.export` is set. Raises CheckpointError.
+    process saves nothing if its directory already has the checkpoint of this step. Exports the
+    checkpoint if `checkpoint.export` is set. Raises CheckpointError.
     """
     step = t.report.steps_done
     t.phases.enter(step, "save")
@@ -292,7 +292,7 @@ def position(t: Training) -> Manifest:
 
 
 def report_save(t: Training, step: int, *ended: Path | CheckpointError) -> None:
-    """Records the results of saves."""
+    """Records the results of saves, and the remarks of the saver."""
     for saved in ended:
         if isinstance(saved, CheckpointError):
             t.report.record_event("checkpoint_failed", step, str(saved), error=str(saved))

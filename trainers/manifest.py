@@ -53,7 +53,7 @@ def step_of(path: Path) -> int | None:
 
 
 def newest_first(run: Path) -> list[Path]:
-    """Returns the checkpoint directories of a run, the newest first; [] if there are none.
+    """Returns the checkpoint directories of a run, the highest step first; [] if there are none.
 
     The result includes a checkpoint that an interrupted save renamed and did not replace. Raises
     CheckpointError if the folder cannot be listed.
@@ -128,7 +128,8 @@ def retain(run: Path, step: int, keep_last: int, keep_every: int) -> list[str]:
 
     Keeps the newest `keep_last` checkpoints and those of every `keep_every`-th step. Checkpoints of
     steps after `step`, from before a resume at an earlier step, are kept and not counted. Returns a
-    sentence for each checkpoint that cannot be removed, or one if the checkpoints cannot be listed.
+    sentence for each checkpoint that cannot be removed, or one sentence if the checkpoints cannot
+    be listed.
     """
     failed: list[str] = []
     try:
@@ -166,8 +167,9 @@ def choose(
     """Returns two values: a verified checkpoint, and the errors of skipped checkpoints.
 
     `path` is a checkpoint or a run. For a run, returns the checkpoint of `step`, or the newest
-    verified checkpoint if `step` is 0. `check` replaces `verify`. Raises CheckpointError, also if a
-    checkpoint at `path` is of another step.
+    verified checkpoint if `step` is 0. `check` replaces `verify`. If `path` is a
+    checkpoint and `step` is above 0, the name of the checkpoint must contain this step. Raises
+    CheckpointError.
     """
     skipped: list[CheckpointError] = []
     is_one = step_of(path) is not None or (path / MANIFEST).is_file()
@@ -211,7 +213,7 @@ def _fingerprint(path: Path) -> tuple[int, str]:
 
 
 def _sync(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)  # may be a link to another disk
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)  # `directory` may be a link
     try:
         os.fsync(fd)
     finally:

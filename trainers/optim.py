@@ -22,13 +22,13 @@ def build(model: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
 
 
 def empty_state(p: nn.Parameter) -> dict[str, Tensor]:
-    """Returns the AdamW state of a parameter before its first step, sharded like the parameter."""
+    """Returns the AdamW state before the first step, with averages sharded like the parameter."""
     step = torch.zeros((), dtype=torch.float32, device=p.device)
     return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
 
 def learning_rate(step: int, settings: TrainSettings) -> float:
-    """Returns the learning rate of `step` (from 1): linear warm-up, then cosine."""
+    """Returns the learning rate of `step` (from 1): linear warm-up, cosine, then constant."""
     if step <= settings.warmup_steps:
         return settings.lr * step / settings.warmup_steps
     span = max((settings.schedule_steps or settings.steps) - settings.warmup_steps, 1)

@@ -30,7 +30,7 @@ from trainers.schema import Settings
 Value = TypeVar("Value")
 SAFE_BUCKET_MB = 2
 NORM_DTYPES = "Mismatch dtype between input and weight"
-"""Start of torch's warning that a norm of fp32 activations with a bf16 weight is not fused."""
+"""Start of torch's warning that a norm is not fused, because its weight has another type."""
 
 
 class Single:
@@ -60,7 +60,7 @@ class Single:
         return lambda: None
 
     def gather(self, value: Value) -> list[Value]:
-        """Returns the values of all ranks, in their order."""
+        """Returns the values of all ranks, in the order of the ranks."""
         return [value]
 
 

@@ -1,4 +1,4 @@
-"""Profiles steps with torch.profiler, and reports the SDPA kernels of the first step."""
+"""Profiles steps with torch.profiler, and reports the SDPA kernels of a process's first step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KERNELS = {
     "_scaled_dot_product_fused_attention_overrideable": "overrideable",
     "_flash_attn_forward": "flash-attn",
 }
-"""Short names of SDPA's operators; a key is an operator without its namespace."""
+"""Short names of the attention operators; a key is an operator without its namespace."""
 
 
 class Profiler:
@@ -115,7 +115,7 @@ def dump_out_of_memory(member: Member) -> None:
 def kernels_called(events: Iterable[Any]) -> dict[str, dict[str, int]]:
     """Returns the number of calls of each kernel by branch, from a profile's events.
 
-    A branch without SDPA has {}.
+    A branch without SDPA has {}. Calls outside of the branches are under "elsewhere".
     """
     found: dict[str, Counter[str]] = {}
     for event in events:

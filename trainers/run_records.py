@@ -127,7 +127,7 @@ class Report:
         return {key: entry["value"] for key, entry in self._resolved.as_dict().items()}
 
     def write_environment(self, facts: Mapping[str, Any], peak_flops: float | None) -> None:
-        """Writes env.json and a log line on the model; opens CSV and TensorBoard (rank 0)."""
+        """Writes env.json and log lines on model and MFU; opens CSV and TensorBoard (rank 0)."""
         self.peak_flops = peak_flops
         if self._member.rank:
             return

@@ -31,7 +31,7 @@ FINISH_S = 25.0
 
 
 class Saver:
-    """Writes the checkpoints of a run, one at a time; all ranks must call the same methods.
+    """Writes the checkpoints of a run, one at a time; all ranks must start the same saves.
 
     `ours` returns whether the run directory is still at its path. Rank 0 calls `ours`, also from
     the background thread; if the result is False, the save fails, and rank 0 removes nothing.
@@ -45,7 +45,7 @@ class Saver:
         device, choice = parts.parallel.device, settings.background
         on_cuda = device.type == "cuda"
         self.in_background = choice == "on" or (choice == "auto" and on_cuda)
-        """True if this run uses `save_async`."""
+        """True if the saves before the end of the training use `save_async`."""
         self._group: Any = dist.new_group(backend="gloo") if parts.parallel.world > 1 else None
         # DCP synchronises the current GPU of its thread, which is GPU 0 in a new thread.
         choose_gpu = partial(torch.cuda.set_device, device) if on_cuda else None
@@ -53,7 +53,7 @@ class Saver:
         self._pending: tuple[Future[Path], Path] | None = None
         self._ended: list[Path | CheckpointError] = []
         self.remarks: list[str] = []
-        """Sentences on old checkpoints that could not be removed (rank 0)."""
+        """Sentences on old checkpoints that could not be removed or listed (rank 0)."""
 
     def save(self, position: Manifest) -> Path:
         """Writes a checkpoint and returns its directory. Raises CheckpointError on all ranks."""
@@ -89,7 +89,7 @@ class Saver:
         return ended
 
     def finish(self) -> list[Path | CheckpointError]:
-        """Waits for the background save of a training that failed; raises nothing.
+        """Waits up to `FINISH_S` for a background save that still runs; raises nothing.
 
         Returns the results of `collect`, and an error for a save that was not finished within
         `FINISH_S`. The next save of the run removes the files of such a save.
@@ -102,7 +102,10 @@ class Saver:
         return ended
 
     def _begin(self, position: Manifest) -> tuple[Path, State, FileSystemWriter]:
-        """Removes the files of a killed save. Returns the target, the state, and a writer."""
+        """Waits for the previous save, and removes the files of a killed save.
+
+        Returns the target, the state, and a writer.
+        """
         self._ended = self.collect(wait_s=None)
         parallel, folder = self._parts.parallel, self._run / rundir.CHECKPOINTS
         target = folder / manifest.name_of(position.step)

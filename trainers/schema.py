@@ -27,7 +27,7 @@ DRILL, STRATEGY = "train.drill", "train.strategy"
 
 
 def key(default: Any, text: str, low: float = ANY_COUNT[0], high: float = ANY_COUNT[1]) -> Any:
-    """Returns a field with its help and, for numbers, its inclusive limits."""
+    """Returns a field with its default, its help and, for numbers, its inclusive limits."""
     return field(default=default, metadata={"help": text, "limits": (low, high)})
 
 
@@ -89,7 +89,7 @@ class TrainSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimSettings:
-    """Settings of AdamW."""
+    """Settings of AdamW, of the gradient clipping, and of skipped spikes."""
 
     beta1: float = key(0.9, "Decay of the average of gradients.", 0, BELOW_1)
     beta2: float = key(0.95, "Decay of the average of squared gradients.", 0, BELOW_1)

@@ -84,7 +84,7 @@ def resolve(
     """Returns the settings of a training in this environment.
 
     `overrides` are values by dotted key, as text or typed; `origins` has the origin of each
-    override that does not come from `--set`. `entry` is the module that torchrun starts. Raises
+    override that does not come from `--set`. `entry` is the module that is started. Raises
     UsageError; its message names the file, flag or key.
     """
     known, named = keys(), origins or {}
@@ -114,7 +114,7 @@ def resolve(
 
 
 def _from_yaml(path: Path, known: Mapping[str, Key]) -> Iterator[tuple[str, Any, str]]:
-    """Yields three values per setting in a file: key, value, origin. Included files come first."""
+    """Yields key, value and origin of each setting in a file; the files it includes come first."""
     names = known.keys() | ALIASES.keys()
     for file, document in yamlfile.load_chain(path, INCLUDE, lambda at, name: (at.parent / name,)):
         wrong = []

@@ -1,8 +1,8 @@
 """Sums figures, halt reasons and requests over all ranks, in one all-reduce per step.
 
-The sum is read one step later, or in the same step if this step has a progress record. Every rank
-starts and finishes this all-reduce at the same place in the loop, so all ranks decide alike without
-another collective.
+The sum is read one step later, but in the same step if this step has a progress record, and at the
+latest at the end of the training. Every rank starts and finishes this all-reduce at the same place
+in the loop, so all ranks decide alike without another collective.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Row:
 
     @property
     def halt_reason(self) -> str:
-        """The first reason to halt, or "" if there is none."""
+        """The first of `HALT_REASONS` that a rank requested, or "" if there is none."""
         return next((reason for reason in HALT_REASONS if reason in self.asked), "")
 
     @property

@@ -68,7 +68,10 @@ class Lane:
     def _walk(
         self, epoch: int, file: int, cursor: int
     ) -> Iterator[tuple[tuple[int, int, int], bytes]]:
-        """Yields the place and the tokens of each piece. Raises DataError for an empty epoch."""
+        """Yields `(epoch, file, cursor)` and the tokens of each piece that has tokens.
+
+        Raises DataError for an epoch without tokens.
+        """
         while True:
             nothing = file == 0 and cursor == 0
             for number in range(file, len(self._files)):

@@ -18,7 +18,7 @@ FORMATS = ("jsonl", "jsonl.gz", "parquet")
 
 
 def write(path: Path, texts: list[str], rows: int = 7) -> None:
-    """Writes documents in the format that the file's name has."""
+    """Writes documents in the format that the ending of `path` names."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".parquet":
         table = pa.table({"id": list(range(len(texts))), "text": pa.array(texts, pa.string())})
@@ -30,7 +30,7 @@ def write(path: Path, texts: list[str], rows: int = 7) -> None:
 
 
 def spoil(path: Path, how: str) -> None:
-    """Writes a file that cannot be read to its end into the folder."""
+    """Writes a file into the folder `path` and damages it as `how` says; `gone` damages nothing."""
     ending = how.partition(" ")[0]
     file = path / f"bad.{ending}"
     write(file, [os.urandom(500).hex() for _ in range(50)])
@@ -58,6 +58,6 @@ def stream_of(path: Path, source: str = "text", seed: int = 0, part: bool = Fals
 
 
 def text_from(rows: torch.Tensor) -> bytes:
-    """Returns the bytes from which the sequences of one lane were cut."""
+    """Returns the bytes from which the sequences of one lane were cut, without the last byte."""
     assert torch.equal(rows[:-1, -1], rows[1:, 0]), "every token is predicted once"
     return bytes(rows[:, :-1].flatten().tolist())

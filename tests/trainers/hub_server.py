@@ -82,7 +82,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Writes nothing; `Hub.served` lists the requests."""
+        """Writes nothing; `Hub.served` lists the requests of files."""
 
 
 def etag(path: Path) -> str:
@@ -92,7 +92,8 @@ def etag(path: Path) -> str:
 class Hub(ThreadingHTTPServer):
     """One dataset at a revision; `served` lists the requests of files as (file, method, range).
 
-    A request whose path contains `breaks` gets no answer, and its connection ends.
+    A GET or HEAD request gets no answer, and its connection ends, if its path contains `breaks`. An
+    empty `breaks` has no effect.
     """
 
     daemon_threads = True

@@ -18,7 +18,7 @@ from trainers.parallel import Fsdp, Group, make_strategy
 from trainers.schema import Settings
 
 TIMEOUT_MIN = 4.0
-"""Ends a collective that not all ranks call, so that a test fails instead of hanging."""
+"""Time limit of a collective, so that a test fails if not all ranks call the collective."""
 LIMIT_S = 300.0
 Work = Callable[[int, Group, Member], Any]
 
@@ -50,7 +50,7 @@ def together(
 
 @contextlib.contextmanager
 def own_port() -> Iterator[int]:
-    """Yields a port that no other process gets; this socket and that of rank 0 share the port."""
+    """Yields a port for rank 0; an open socket keeps other processes from getting the port."""
     with socket.socket() as kept:
         kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         kept.bind(("127.0.0.1", 0))

@@ -26,7 +26,7 @@ SMALL = {
 
 
 def environment(tmp_path: Path, **flags: str) -> dict[str, str]:
-    """Returns the environment of a child: its own home, one thread, and no use of the hub."""
+    """Returns the variables of a child: a home in `tmp_path`, one thread, no hub; then `flags`."""
     folders = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
     home = tmp_path / "home"
     home.mkdir(exist_ok=True)
@@ -43,7 +43,7 @@ class Recorded:
         self.path = path
 
     def records(self, rank: int = 0, *messages: str) -> list[dict[str, Any]]:
-        """Returns the heartbeats of a rank with one of these `messages`; without any, all."""
+        """Returns the records of a rank, or only those with one of these `messages` as `msg`."""
         return heartbeats(self.path, rank, *messages)
 
     def metrics(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class Run(Recorded):
                 self.command, stdout=stream, stderr=subprocess.STDOUT, cwd=ROOT,
                 env=environment(tmp_path, **(flags or {})), start_new_session=True,
             )  # fmt: skip
-        # A failed test leaves no training behind, because torchrun ends its ranks.
+        # A failed test leaves no training behind: `end` ends the process, and torchrun its ranks.
         weakref.finalize(self, end, self.process)
 
     def wait(self, timeout_s: float = 300) -> int:
@@ -94,7 +94,7 @@ class Run(Recorded):
         return self.log.read_text(errors="replace")
 
     def until(self, what: Callable[[], Any], timeout_s: float = 300) -> Any:
-        """Calls `what` until its result is true, and returns this result; the run must be alive."""
+        """Returns the first true result of `what`, which must come before the end of the run."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
             if found := what():
@@ -131,7 +131,7 @@ def heartbeats(run: Path, rank: int, *messages: str) -> list[dict[str, Any]]:
 
 
 def latest_checkpoint(run: Path) -> Path | None:
-    """Returns the checkpoint that the file `latest` names, or None if there is none."""
+    """Returns the checkpoint that the file `latest` names; None without this file or checkpoint."""
     file = run / "checkpoints" / "latest"
     path = file.with_name(file.read_text().strip()) if file.exists() else file
     return path if path.is_dir() else None
@@ -142,5 +142,5 @@ def last_step(records: Iterable[dict[str, Any]]) -> int:
 
 
 def small(**changes: Any) -> dict[str, Any]:
-    """Returns `SMALL` with some keys changed; a name has `__` in place of the dot."""
+    """Returns `SMALL` with some keys changed; a name may have `__` in place of a dot."""
     return SMALL | {key.replace("__", "."): value for key, value in changes.items()}

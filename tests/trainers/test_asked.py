@@ -1,4 +1,4 @@
-"""Checkpoints, profiles, exports and audits that a request, a flag or a setting selects."""
+"""Checkpoints, profiles, exports, audits and scalars, which requests and settings select."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_request_gets_its_steps_or_a_note_says_why_not(tmp_path):
 
 
 def test_a_training_waits_at_its_end_for_the_slow_files_of_its_environment(tmp_path):
-    """One step is over before nvidia-smi has answered."""
+    """The only step ends while `inventory.environment` still sleeps."""
     program = (
         "import sys, time\nfrom trainers import entry, inventory\nfound = inventory.environment\n"
         "inventory.environment = lambda: time.sleep(4) or found()\n"

@@ -1,4 +1,4 @@
-"""Trainings that are started by hand: one per directory, and a new attempt number for each."""
+"""Trainings that are started by hand: one at a time per directory, each a new attempt."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_the_state_of_a_training_by_hand_has_its_planned_steps_and_the_unit_of_i
 
 
 def test_a_resume_without_a_further_step_keeps_the_checkpoint_and_the_figures(tmp_path):
-    """In another directory, such a resume saves a checkpoint."""
+    """In another directory, a resume without a further step saves a checkpoint."""
     changes, target = small(train__steps=3), tmp_path / "model"
     first = Run(tmp_path, changes).done()
     path, before = latest_checkpoint(first.path), first.metrics()

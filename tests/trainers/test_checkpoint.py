@@ -52,7 +52,7 @@ def saved(run: Path, parts: Parts, *steps: int, **changes) -> list[Path]:
 
 
 def train(parts: Parts, first: int, last: int) -> list[torch.Tensor]:
-    """Trains the steps `first` to `last` - 1. Returns numbers drawn in each step."""
+    """Trains the steps `first` to `last` - 1. Returns random numbers drawn in each step."""
     drawn = []
     source = Synthetic(RESOLVED.data, 0)
     source.position = first * 4
@@ -89,7 +89,7 @@ def test_a_loaded_run_goes_on_bitwise(tmp_path):
 
 
 def made_sharded(seed: int, parallel: Group) -> Parts:
-    """Returns parts of FSDP2 with random weights and averages."""
+    """Returns parts of FSDP2 with random weights and random averages of AdamW."""
     resolved = settings.resolve(CONFIG, {}, small(train__seed=seed)).settings
     shards = sharded(parallel, resolved)
     plain, model = build.make_model(resolved, shards)

@@ -154,7 +154,7 @@ def test_wide_tokens_are_packed_and_resumed_like_bytes(tmp_path_factory, lengths
 
 @pytest.mark.parametrize("source", ["text", "jsonl", "parquet"])
 def test_going_on_reads_neither_former_files_nor_the_beginning_of_this_one(tmp_path, source):
-    """The data before the position are overwritten, so a read from the start would fail."""
+    """Former files and the first bytes of the present file are overwritten before the resume."""
     ending = {"text": "txt"}.get(source, source)
     for number in range(3):
         path = tmp_path / f"{number}.{ending}"

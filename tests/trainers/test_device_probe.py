@@ -48,7 +48,7 @@ def test_dense_attention_is_causal_and_not_compared():
 
 
 def leaking(true: Any) -> Any:
-    """Adds 1/32 of the next token's value, without its gradient, to one output in 50."""
+    """Adds 1/32 of a later value, without the gradient of this value, to one output in 50."""
 
     def leak(q: Any, k: Any, v: Any, *more: Any, **named: Any) -> Any:
         out, rows = true(q, k, v, *more, **named), torch.arange(49, q.shape[2] - 1, 50)
@@ -99,7 +99,7 @@ def test_cuts_that_were_not_checked_in_time_are_no_pass(monkeypatch):
 
 
 def one_percent_off(true: Any) -> Any:
-    """Changes the output for several queries, but not for the single queries of the reference."""
+    """Changes the output of a call with several queries; the calls in float64 have one query."""
     return lambda q, *more: (0.99 if q.shape[2] > 1 else 1.0) * true(q, *more)
 
 

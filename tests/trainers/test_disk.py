@@ -132,7 +132,7 @@ def test_a_read_only_or_deleted_directory_is_named_and_the_last_checkpoint_stays
     if subprocess.run(["mount", "--bind", folder, folder], capture_output=True).returncode:
         pytest.skip("this machine does not let root mount a directory read-only")
     try:
-        # The mount is busy while a save is written, so this is tried until it works.
+        # The mount is busy while a save is written, so the remount is tried until it works.
         read_only = ["mount", "-o", "remount,ro,bind", folder]
         run.until(lambda: not subprocess.run(read_only, capture_output=True).returncode)
         run.until(lambda: "Read-only file system" in run.text())

@@ -61,7 +61,7 @@ WRONG = {
 
 @pytest.mark.parametrize("text", WRONG)
 def test_a_wrong_drill_is_refused_wherever_it_is_asked_for(text):
-    """The drill is a flag of a launch, a flag of a plan, a variable of a trainer, and a setting."""
+    """The text is a flag of a launch, of a plan, or of a trainer, or it is a setting."""
     document = {"name": "p", "phases": [{"name": "a", "flags": {"NSA_DRILL": text}}]}
     for ask in (
         lambda: flags.parse("NSA_DRILL", text),
@@ -160,7 +160,7 @@ PASSING = (
 
 @pytest.fixture(scope="module")
 def survivor(tmp_path_factory):
-    """Returns a run after drills that do not end a run; one drill needs SIGCONT to resume."""
+    """Returns a completed run with the drills of `PASSING`; SIGCONT resumed it after `stop@15`."""
     run = drilled(tmp_path_factory.mktemp("survivor"), PASSING, data__prefetch=1)
     run.until(lambda: fired(run, "stop@15"))
     run.until(lambda: kernel_state(run.process.pid) == "T")

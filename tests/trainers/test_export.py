@@ -24,7 +24,7 @@ def test_a_directory_is_bitwise_the_model_of_the_checkpoint(changes, tmp_path):
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
     assert {x.dtype for x in theirs.values()} == {x.dtype for x in mine.values()}
-    # `trainers.generate` uses `load_model` too.
+    # `trainers.generate` uses `checkpoint.load_model`.
     path, _ = manifest.choose(run)
     read = checkpoint.load_model(path, manifest.read(path).settings).state_dict()
     assert all(torch.equal(mine[name], read[name]) for name in mine)

@@ -72,7 +72,7 @@ def test_a_checkpoint_is_loaded_whole_or_its_damage_is_named(run, tmp_path, monk
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="is damaged"):
         load.load(folder)
-    monkeypatch.setattr(manifest, "verify", manifest.read)  # as if the file had been saved so
+    monkeypatch.setattr(manifest, "verify", manifest.read)  # so only the load finds the damage
     with pytest.raises(CheckpointError, match="cannot be read"):
         load.load(folder)
     bad, _ = checkpointed(tmp_path / "bad", CHANGES, infinite=True)

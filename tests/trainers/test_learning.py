@@ -98,7 +98,7 @@ def test_recall_is_not_learned_without_attention(runs):
 
 @pytest.mark.slow
 def test_the_selected_branch_is_what_recalls(more_runs):
-    """When the full layer copies 90 % of the bytes, the layer without this branch is far behind."""
+    """When the whole layer copies 90 % of the bytes, a layer without the branch is far behind."""
     step, unselected = more_runs["recall"].metrics()["steps_done"], more_runs["without_selected"]
     assert unselected.metrics()["steps_done"] >= step
     without = {r["step"]: r["bytes_right"] for r in unselected.records(0, "progress")}
@@ -116,7 +116,7 @@ def test_the_gate_of_the_plan_tells_attention_from_its_stubs(runs, name, result)
 
 
 def lowest_mean(run: Recorded) -> float:
-    """Returns the lowest mean loss over any `LEAK_TOKENS` consecutive tokens."""
+    """Returns the lowest mean loss of consecutive steps that have `LEAK_TOKENS` tokens or more."""
     records = run.records(0, "progress")
     wide = -(-LEAK_TOKENS // records[0]["tokens_total"])
     losses = [record["loss"] for record in records]

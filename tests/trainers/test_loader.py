@@ -202,7 +202,7 @@ def test_data_that_is_left_out_for_longer_than_the_time_limit_is_no_missing_data
 
 
 def test_skipped_data_is_that_of_the_named_steps_after_another_batch_and_a_second_resume():
-    """Step 3 ends at sequence 12. In the former training, steps 5 and 6 have sequences 16 to 23."""
+    """Step 4 starts with sequence 12. In the former training, steps 5 and 6 have 16 to 23."""
     old = {"train.batch_size": 2, "train.accumulate": 2}
     tokens = Synthetic(small().data, 0).read(64, 0, 1)[0].long()
 

@@ -227,7 +227,7 @@ ALL = RESUMED | {
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("strategy", "nproc"), [("ddp", 1), ("ddp", 2), ("fsdp", 2)])
 def test_kills_at_drawn_moments_change_no_figure_of_any_step(tmp_path, strategy, nproc):
-    """The runs have spikes, overflows, packed documents, evaluations and background saves."""
+    """The runs have spikes, overflows, separate documents, evaluations and background saves."""
     packed = {"data.documents": "separate", "data.held_out": 0.2}
     changes = ALL | parquet(tmp_path / "data", 40) | packed | {"train.strategy": strategy}
     whole = Run(tmp_path, changes, nproc=nproc, name="whole").done(600)
@@ -272,7 +272,7 @@ def position(run: Run) -> int:
 
 
 def assert_step_equal(run: Run, whole: Run, step: int, close: float = 1e-5) -> None:
-    """Compares the losses of a step; they are equal if no sequence was lost or repeated."""
+    """Compares the losses of a step; they are close if no sequence was lost or repeated."""
     mine, theirs = (
         next(r for r in each.records(0, "progress") if r["step"] == step) for each in (run, whole)
     )

@@ -1,4 +1,4 @@
-"""Rank 0 chooses the checkpoint; ranks with other files resume it too, or all ranks fail."""
+"""Rank 0 chooses the checkpoint; the other ranks resume this checkpoint, or all ranks fail."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainers.schema import CheckpointSettings
 
 
 def resume(rank, parallel, member, wish="auto"):
-    """Resumes. Returns the step and one weight of the checkpoint, or zeros without one."""
+    """Resumes; returns the checkpoint's step and one weight, or zeros without a checkpoint."""
     resolved = settings.resolve(CONFIG, {}, small(checkpoint__resume=wish))
     parts = made(7 + rank, parallel)
     found = build.resume(resolved.settings, member, Report(resolved, member), parts, "source=x")

@@ -212,7 +212,7 @@ def test_a_trainer_logs_config_parameters_and_tokens_before_step_1(text_run, tmp
     ],
 )
 def test_a_halt_stops_both_ranks_at_the_same_step_with_a_checkpoint(tmp_path, how, flags):
-    """This holds without checkpoint.at_end, with a static graph or compression, after a dump."""
+    """The runs have checkpoint.at_end=false, a static graph or compressed gradients, and a dump."""
     changes = small(train__steps=100_000, report__log_every=5, checkpoint__at_end=False)
     run = Run(tmp_path, changes, flags=flags)
     run.until_step(10)

@@ -183,7 +183,7 @@ def test_a_save_that_a_peer_leaves_is_given_up_and_its_files_go_with_the_next(
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_does_not_fail_the_next_saves(tmp_path):
-    """The old checkpoint and a leftover of a killed save contain mount points."""
+    """The old checkpoint and the temporary directory of a killed save contain mount points."""
     run = tmp_path / "run"
     old, _ = saved(run, made(1), 1, 2)
     left = old.with_name(".step_00000009.tmp")

@@ -51,7 +51,7 @@ def test_the_hashes_of_gpt2_are_those_of_tiktoken(monkeypatch):
 
 
 def bytewise() -> tokenizer.Tokenizer:
-    """Returns the tokenizer gpt2 with an encoding of bytes only, because its files are missing."""
+    """Returns the tokenizer gpt2 with an encoding of bytes only, which needs no files."""
     encoding = tiktoken.Encoding(
         "bytes", pat_str=r"(?s).", mergeable_ranks={bytes([i]): i for i in range(256)},
         special_tokens={"<|endoftext|>": 50_256},

@@ -23,13 +23,14 @@ GPT2_FILES = {
     f"{GPT2_URL}/vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
     f"{GPT2_URL}/encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
 }
-"""SHA-256 by address; tiktoken replaces a cached file with another hash by a download."""
+"""SHA-256 by address. If a cached file has another hash, tiktoken downloads the file again."""
 
 
 def is_read(file: Path, root: Path, source: str) -> bool:
-    """Returns whether a training reads a file below `root`.
+    """Returns whether a training with this `source` may read a file below `root`.
 
-    Such a file is regular, not hidden and not empty, and has an ending of `source`.
+    The file must be a regular file or a link to one, must not be empty, and must have an ending of
+    `source`. No part of its path below `root` may begin with a dot.
 
     Raises OSError and ValueError.
     """
@@ -46,7 +47,7 @@ def hub_problem() -> str:
     unread = f"so {DATASET} cannot be read; {MIRROR}"
     if environ.get("HF_HUB_OFFLINE").upper() in ("1", "ON", "YES", "TRUE"):
         return f"HF_HUB_OFFLINE is set, {unread}"
-    from urllib import request  # here, because it needs 1 MiB and is rarely used
+    from urllib import request  # imported here: 1 MiB of memory, and rarely used
 
     host, proxies = "the hub", request.getproxies()
     try:
@@ -59,13 +60,13 @@ def hub_problem() -> str:
         socket.create_connection((url.hostname or "", port), PROBE_S).close()
     except OSError as error:
         return f"{host} does not answer, {unread} ({error})"
-    except ValueError:  # its text may contain a part of a password
+    except ValueError:  # the text of the error may contain a part of a password
         return f"{host} does not answer, {unread} (its address, or that of its proxy, is no URL)"
     return ""
 
 
 def gpt2_problem() -> str:
-    """Returns why tiktoken would download files of the gpt2 tokenizer, or "" if it would not."""
+    """Returns why tiktoken cannot use its cached files of the gpt2 tokenizer, or "" if it can."""
     cache = environ.get("DATA_GYM_CACHE_DIR", f"{tempfile.gettempdir()}/data-gym-cache")
     cache = environ.get("TIKTOKEN_CACHE_DIR", cache)
     if not cache:

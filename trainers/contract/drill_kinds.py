@@ -50,7 +50,7 @@ STALLS = ("stop", "kill")
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of fault. `amount` is the default of SECONDS; None if the kind takes no SECONDS."""
+    """One kind of fault. `amount` is the default of SECONDS; None if the kind accepts none."""
 
     about: str
     truth: Truth
@@ -91,7 +91,7 @@ KINDS: dict[str, Kind] = {
 
 @dataclass(frozen=True, slots=True)
 class Drill:
-    """One fault that begins at a step; `rank` None means all ranks. `str` returns its text."""
+    """One fault that begins at a step; `rank` None means all ranks. `parse` reads `str(drill)`."""
 
     kind: str
     step: int

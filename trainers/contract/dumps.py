@@ -1,9 +1,9 @@
 """Writes the stacks and the flight record of this process on SIGUSR1; the process continues.
 
 SIGUSR1 wakes a helper thread through `signal.set_wakeup_fd`, also while the main thread is blocked
-in a collective. The helper holds the GIL, so every frame is complete. It lets faulthandler write
-the stacks of at most 100 threads. Then the helper reads torch's flight record of the collectives,
-if there is one. The helper creates no frame object of another thread.
+in a collective. The helper holds the GIL, so every frame is complete. The helper lets faulthandler
+write the stacks of at most 100 threads. Then the helper reads torch's flight record of the
+collectives, if there is one. The helper creates no frame object of another thread.
 
 If a rank holds the GIL in native code, the helper cannot run. For this case there is a second
 signal, `LAST_RESORT`: faulthandler writes the stack of the main thread in the signal handler
@@ -15,7 +15,7 @@ Two other methods killed healthy trainings, as core files show (CPython 3.11.7, 
 
 - faulthandler in the handler of SIGUSR1: the evaluation of a frame publishes a C frame some
   instructions before it sets `current_frame` (also in 3.12); the handler follows the old pointer.
-  With `all_threads=True`, trainings died after 7 to 1,019 dumps.
+  With `all_threads=True`, trainings died sooner: after 7 to 1,019 dumps.
 - `sys._current_frames()` and `f_back` in the helper: allocating the frame object may collect
   garbage and release the GIL. Meanwhile the other thread can return from this frame and call
   another function in the same memory; the object then refers to a frame larger than itself.
@@ -49,7 +49,7 @@ UNSEEN = "  (not available: faulthandler shows the 100 newest threads only)\n"
 
 
 def ignore() -> None:
-    """Ignores the dump signals until `install`; child processes inherit this through exec."""
+    """Ignores the dump signals until `install`, also in programs that are started before it."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(LAST_RESORT, signal.SIG_IGN)
 
@@ -89,8 +89,9 @@ class StackDumper:
 
     The dump goes to a file in `live`, a directory in memory, so a frozen run directory cannot block
     the dump. `later` runs functions that may block, and reports their errors. One function copies
-    the dump to the run directory as `stackdump_rank{R}.txt`. Another function raises the error of a
-    failed dump. Without `live`, the dump goes to `stackdump_rank{R}.txt` directly.
+    the dump to the run directory as `stackdump_rank{R}.txt`, and writes the flight record there.
+    Another function raises the error of a failed dump. Without `live`, the dump goes to
+    `stackdump_rank{R}.txt` directly.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class StackDumper:
         self._thread = threading.Thread(target=self._run_dumps, name="nsa-dumper", daemon=True)
 
     def install(self) -> None:
-        """Registers both signals, and lets faulthandler write the stack of a native crash."""
+        """Handles both signals, and lets faulthandler write the stack of a native crash."""
         if not faulthandler.is_enabled():
             # Dumps only the crashing thread, because the frames of other threads may change
             # meanwhile.
@@ -127,7 +128,10 @@ class StackDumper:
         os.register_at_fork(after_in_child=self._unregister)
 
     def uninstall(self) -> None:
-        """Ignores both signals from now on; a dump while Python exits could kill the process."""
+        """Ignores both signals again, because a dump while Python exits could kill the process.
+
+        Waits up to `LAST_DUMP_S` for the present dump. Does nothing without `install`.
+        """
         if self._thread.ident is None:
             return
         self._unregister()
@@ -149,9 +153,9 @@ class StackDumper:
             self.count += 1
             try:
                 text = self._threads_text().encode("utf-8", "replace")
-                while text:  # a full file system writes a part first, and then raises OSError
+                while text:  # a write to a full disk may be partial; the next write then fails
                     text = text[os.write(self._fd, text) :]
-                # Stored with its time, because the copy may wait for a run directory that hangs.
+                # A run directory that hangs delays the copy, so the record is stored with its time.
                 self._flight = time.time_ns(), _flight_record()
                 if not self._copy_is_queued:
                     self._copy_is_queued = True
@@ -161,13 +165,16 @@ class StackDumper:
                 self._later(partial(self._fail, error.with_traceback(None)))
 
     def _fail(self, error: Exception) -> None:
-        """Raises the error of a dump; an error of a write gets the path of the stack file."""
+        """Raises the error of a dump; an OSError without a path gets that of the stack file."""
         if isinstance(error, OSError):
             error.filename = error.filename or self._path
         raise error
 
     def _save(self) -> None:
-        """Copies all new dumps and the newest flight record to the run directory."""
+        """Copies all new dumps and the newest flight record to the run directory.
+
+        Keeps the eight newest flight records of this rank.
+        """
         self._copy_is_queued, (at_ns, record) = False, self._flight
         if self._path != self._archive:
             size = os.fstat(self._fd).st_size

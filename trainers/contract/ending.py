@@ -1,7 +1,8 @@
-"""Finds the exit code of a program in a function of atexit, for its exit record.
+"""Finds the exit code of a program for the exit record, which an atexit function writes.
 
-Python shows such a function the exception that ended the program (`sys.last_value`), but not a
-SystemExit. So the outermost frame shows whether the program returned, and `sys.exit` is wrapped.
+An atexit function can read the exception that ended the program in `sys.last_value`, but cannot
+read a SystemExit. So the outermost frame shows whether the program returned, and `sys.exit` is
+wrapped.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class Ending:
         while self._frame.f_back is not None:
             self._frame = self._frame.f_back
         self._arg: Any = self
-        """The argument of the newest `sys.exit`; this object if there was no call."""
+        """The argument of the newest `sys.exit` in the main thread, or this object if none."""
         self._exit, sys.exit = sys.exit, self._recorded_exit
 
     def _recorded_exit(self, status: Any = None, /) -> NoReturn:
@@ -31,8 +32,8 @@ class Ending:
     def found(self) -> tuple[int | None, str]:
         """Returns two values: the exit code, or None if it is not known; and the error, or "".
 
-        The code of a SystemExit that `sys.exit` did not raise is not known; but if the program
-        called `sys.exit` before, and this call did not end it, the code of that call is returned.
+        For a SystemExit that `sys.exit` did not raise, the code is None; or, if the program has
+        caught the SystemExit of an earlier `sys.exit`, wrongly the code of this earlier call.
         """
         error = getattr(sys, "last_value", None)
         if error is not None:

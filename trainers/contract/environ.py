@@ -1,4 +1,4 @@
-"""The only module of nsa, trainers and console that reads os.environ."""
+"""The only module of nsa, trainers and console that reads os.environ directly."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ INHERITED = (
     "DATA_GYM_CACHE_DIR", "XDG_CACHE_HOME", "http_proxy", "https_proxy", "all_proxy", "no_proxy",
     "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY",
 )  # fmt: skip
-"""The variables that a training inherits from the operator's shell, besides flags."""
+"""The variables that a launch passes on from the operator's shell, besides flags."""
 
 DEVICE_ORDER = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 """A launch sets this variable, so that CUDA numbers the GPUs as NVML and `nvidia-smi` do."""
@@ -49,7 +49,7 @@ def get(name: str, default: str = "") -> str:
 def integer(variables: Mapping[str, str], name: str, default: int) -> int:
     """Returns a variable such as RANK as a whole number, or `default` if it is not set.
 
-    Raises UsageError for any other value.
+    Raises UsageError for a value that is not a whole number from 0 to 2^31 - 1.
     """
     return values.read(variables.get(name, default), int, 0, 2**31 - 1, f"the variable {name}")
 

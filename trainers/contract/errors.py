@@ -7,19 +7,19 @@ from collections.abc import Iterable
 
 
 class ContractError(Exception):
-    """The base class of these errors; `nsa-console` exits with the `exit_code` of the error."""
+    """The base class of the errors below; `nsa-console` exits with the `exit_code` of an error."""
 
     exit_code = 5
 
 
 class UsageError(ContractError):
-    """A command line, plan, configuration or flag is wrong."""
+    """A command line, plan, configuration or environment variable is wrong."""
 
     exit_code = 2
 
 
 class NotFoundError(ContractError):
-    """A launch, a run or a part of a run does not exist."""
+    """A launch, a run, or a part of a launch or run does not exist or cannot be read."""
 
     exit_code = 3
 

@@ -1,7 +1,7 @@
 """The registry of environment flags.
 
 A flag of this project overrides one key of the settings: a row in `OWN` names the flag and the key,
-and `trainers.schema` has the type, limits, default and help of the key. Flags of libraries
+and `trainers.schema.keys` returns the type, limits, default and help of the key. Flags of libraries
 (for example of NCCL) are passed to the training and recorded.
 """
 
@@ -69,7 +69,7 @@ LIBRARY: Mapping[str, tuple[Kind, int, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One environment variable. `default` is that of the setting, or "" for a library's flag."""
+    """One environment variable. `default` is the setting's default, or "" for a library's flag."""
 
     name: str
     key: Key
@@ -77,7 +77,7 @@ class Flag:
 
     @property
     def group(self) -> str:
-        """The group of the flag: the section of its setting, "training", or "library"."""
+        """The section of the setting ("training" for train, optim and scaler), or "library"."""
         section = self.setting.partition(".")[0] or "library"
         return "training" if section in ("train", "optim", "scaler") else section
 
@@ -132,7 +132,7 @@ def format_value(value: Value) -> str:
 def from_shell(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the flags that a launch copies from the operator's shell: `NSA_*` and `DEVICES`.
 
-    Empty variables are left out. Other flags of libraries are not copied, because the shell may
+    Empty flags are left out. Other flags of libraries are not copied, because the shell may
     set them for other reasons. Raises UsageError.
     """
     ours = {n: x for n, x in environment.items() if n.startswith(OWN_PREFIX) or n == DEVICES}

@@ -1,4 +1,4 @@
-"""Encodes and validates heartbeat records of version 1: JSON lines of at most 4 KiB."""
+"""Encodes and validates heartbeat records of version 1; a line above 4 KiB loses figures."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRIMMABLE = ("steps_dt_s", "gate_entropy_layers")
 
 
 def encode(record: dict[str, Any]) -> bytes:
-    """Returns the line of a record, cut to 4 KiB.
+    """Returns the line of a record; above 4 KiB, lists are shortened, or all figures removed.
 
     In a cut record, `cut` names the field that was shortened last, or says "all figures".
     """

@@ -58,7 +58,7 @@ def decode(line: bytes) -> dict[str, Any] | None:
 
 
 def number(record: Mapping[str, Any], key: str) -> float | None:
-    """Returns `record[key]` (a number or a text in `NONFINITE`) as a float; else None."""
+    """Returns `record[key]` as a float if it is a number or a text in `NONFINITE`, or else None."""
     value = record.get(key)
     return value if type(value) is float else _number(value)
 
@@ -75,7 +75,7 @@ def _number(value: Any) -> float | None:
 
 
 def integer(record: Mapping[str, Any], key: str) -> int | None:
-    """Returns `record[key]` if it is an integer that fits 64 bits, or else None."""
+    """Returns `record[key]` if it is an integer above -2^63 and below 2^63, or else None."""
     value = record.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or abs(value) >= 1 << 63:
         return None

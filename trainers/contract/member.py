@@ -57,9 +57,10 @@ _REQUESTED, _SEAL = 0x48414C54, 0x5EA1
 class Member:
     """One rank in one attempt of one run.
 
-    After the start, only `close` makes its caller wait for the disk. `halt_reason` is the reason
-    why this rank requests a halt, or "" if there is none. All ranks must agree on the step before
-    they halt; in a program with a collective in every step, `Joined.step` makes them agree.
+    After the start, no method of this class except `close` waits for the disk in the caller.
+    `halt_reason` is the reason why this rank requests a halt, or "" if there is none. All ranks
+    must agree on the step before they halt; `Joined.step` makes the ranks of one host agree if
+    every step has a collective.
     """
 
     def __init__(self, run: Path, variables: Mapping[str, str]):
@@ -84,7 +85,7 @@ class Member:
             "v": VERSION, "attempt": self.attempt, "host": rundir.host_name(), "world": self.world,
             "run": self.run_id, "pid": os.getpid(), "rank": self.rank, "local_rank": self.local_rank
         }  # fmt: skip
-        """The fields that are equal in all records."""
+        """The fields that are equal in all records of this rank."""
         self._numbering = threading.Lock()
         """Held while a record is numbered and queued, so that the numbers in the queue ascend."""
         self.halt_reason = ""
@@ -102,8 +103,8 @@ class Member:
 
         A signal of `HALTING` that the process ignores stays ignored. In a forked child, SIGTERM
         has its former effect, because multiprocessing ends a child with it and then waits. The
-        child ignores the other signals: torchrun sends a signal that it gets also to the children
-        of the ranks, and a worker that loads data must not end before its rank has halted.
+        other signals of `HALTING` have no effect in the child, because torchrun also sends them to
+        the children of the ranks, and a worker that loads data must not end before its rank halts.
         """
         self.dumper.install()
         os.register_at_fork(
@@ -129,7 +130,7 @@ class Member:
 
         A dropped record also uses up its number, so the gap in the numbers is visible.
         """
-        figures.pop("cut", None)  # a program cannot set this field and the next
+        figures.pop("cut", None)  # a program can set neither this field nor the next
         figures.pop("nonfinite_loss_steps", None)
         if msg in COUNTING and self.pulse.nonfinite_steps >= 0:
             figures["nonfinite_loss_steps"] = self.pulse.nonfinite_steps
@@ -252,10 +253,11 @@ class Joined(Member):
         os.register_at_fork(after_in_child=partial(atexit.unregister, self._exit))
 
     def step(self, step: int, /, **figures: Any) -> bool:
-        """Marks the start of `step`; returns True if all ranks halt before this step.
+        """Starts `step` and returns False, or returns True if all ranks halt before this step.
 
         `figures` belong to the previous step. Steps with a non-finite `loss` are counted as long as
-        the loss of each step is a plain number. A figure cannot replace a field of the contract.
+        each step has a loss that is a plain number. A figure cannot replace a field of the
+        contract.
         """
         self.end_step(**figures)
         if self._board.decide(step, bool(self.halt_reason)):
@@ -304,8 +306,8 @@ class Joined(Member):
     def _count(self, loss: object) -> None:
         """Counts a non-finite loss.
 
-        The first loss that is not a plain number ends the count, because reading such a loss could
-        wait for a device.
+        The first loss that is missing or not a plain number ends the count, because reading such a
+        loss could wait for a device.
         """
         if not isinstance(loss, Real):
             self.pulse.nonfinite_steps = -1

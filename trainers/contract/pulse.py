@@ -95,7 +95,8 @@ class PulseWriter:
     def set(self, step: int, phase: str, device_step: int = -1, device_phase: str = "") -> None:
         """Marks the start of `phase` in `step`.
 
-        Without a device step, the pulse shows `step` in its place; `phase` is used in the same way.
+        Without a device step, the pulse shows `step` as the device step; without a device phase, it
+        shows `phase`.
         """
         self._since, self.step, self.phase = time.monotonic(), step, phase
         self._device = device_step, device_phase
@@ -107,7 +108,7 @@ class PulseWriter:
         self._write(time.monotonic())
 
     def next_record_number(self) -> int:
-        """Returns the number of the next record; the pulse shows it before the record is queued."""
+        """Returns the next record's number, which the pulse shows before the record is queued."""
         self.records += 1
         self._write(self._beat)
         return self.records
@@ -147,7 +148,7 @@ def unpack(data: bytes) -> Pulse | None:
 
 
 def is_blank(fd: int) -> bool:
-    """Returns whether an open file has room for a pulse, but contains none yet."""
+    """Returns whether an open file consists of 256 zero bytes, as before the first pulse."""
     try:
         return os.pread(fd, SIZE_BYTES + 1, 0) == bytes(SIZE_BYTES)
     except OSError:

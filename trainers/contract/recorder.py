@@ -1,6 +1,7 @@
-"""Writes heartbeats and log lines of a rank in a thread, so that no step waits for these writes.
+"""Writes records and log lines in a thread, so that no step waits for these writes.
 
-Records wait in a queue. If the queue is full or a write fails, the record is dropped and counted.
+Records wait in a queue. A record is dropped and counted if its write fails, if the recorder is
+closed, or if the queue is full and the record is not queued with `keep`.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ class Recorder:
     `put` only inserts into a queue. Heartbeats are queued as dicts, and the thread encodes them. A
     line for stdout is cut to `PIPE_BUF` bytes, and dropped while stdout accepts no data.
     `is_ours` returns False while another directory or none is at the path of the run. Open files
-    are then still written, unless they were deleted; no file is opened or replaced.
+    are then still written, unless they were deleted; no file is opened, and no function is called.
     """
 
     check_every_s = 1.0
-    """Time between two checks that the open file is still at its path."""
+    """Seconds between two checks that an open file is still at its path."""
 
     def __init__(self, is_ours: Callable[[], bool] = lambda: True) -> None:
         self._is_ours = is_ours
@@ -89,7 +90,7 @@ class Recorder:
             self.dropped += 1
 
     def close(self, timeout_s: float = 60.0) -> bool:
-        """Waits until the queue is empty; returns False if this takes longer than `timeout_s`."""
+        """Drops later records; returns whether the thread has ended within `timeout_s`."""
         self._closed = True
         self._queue.put(None)
         self._thread.join(timeout_s)
@@ -139,7 +140,10 @@ class Recorder:
             self._torn.discard(path)
 
     def _file(self, path: Path) -> int:
-        """Returns a descriptor of the file at `path`; opens a removed or replaced file again."""
+        """Returns the descriptor for `path`.
+
+        If the last check is `check_every_s` old, opens a file again that was removed or replaced.
+        """
         fd, check_at = self._descriptors.get(path, (None, 0.0))
         now = time.monotonic()
         if fd is None:
@@ -189,9 +193,9 @@ class Recorder:
 
 
 def _is_writable(fd: int) -> bool:
-    """Returns whether a write of `PIPE_BUF` bytes to a pipe or a terminal returns at once.
+    """Returns whether a file accepts data at once; a pipe then has room for `PIPE_BUF` bytes.
 
-    It is not writable for example after Ctrl-S, or while the reader of the pipe does not read.
+    A terminal accepts no data after Ctrl-S, and a full pipe accepts none until its reader reads.
     """
     return bool(select.select([], [fd], [], 0)[1])
 

@@ -132,7 +132,7 @@ class OpenDirectory:
         self._is_there = True
 
     def is_there(self) -> bool:
-        """Returns whether the directory is at its path; after an I/O error, the last result."""
+        """Returns whether the directory is at its path, or the last result if this is not known."""
         try:
             self._is_there = os.path.samestat(os.stat(self.path), os.fstat(self.fd))
         except (FileNotFoundError, NotADirectoryError):
@@ -208,7 +208,7 @@ def write_json(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def open_append(path: Path) -> int:
-    """Opens or creates a regular file to append records; follows no link. Raises OSError."""
+    """Opens or creates a regular file to append records; `path` must be no link. Raises OSError."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     fd = os.open(path, flags, 0o600)
     try:
@@ -250,7 +250,7 @@ def lock_rank(run: Path, rank: int) -> None:
     Raises RefusedError if another process has this lock. After any other error, for example in a
     file system without locks, nothing is locked.
     """
-    try:  # The descriptor stays open, because its end would end the lock.
+    try:  # The descriptor stays open, because closing it would end the lock.
         fcntl.lockf(open_append(run / TRAINING_LOCK), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
     except BlockingIOError as error:
         raise RefusedError(f"a training in {run} is alive (rank {rank}); end it first") from error

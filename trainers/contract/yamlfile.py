@@ -32,8 +32,8 @@ def load_chain(
 ) -> list[tuple[Path, dict[str, Any]]]:
     """Returns a file and the files that it builds on, with their content; `path` comes last.
 
-    In each file, the value of `key` names the file that it builds on, and `places` returns where
-    this file may be. Raises UsageError.
+    A file may name another file, on which it builds, as the value of `key`. `places` returns the
+    paths at which this other file may be. Raises UsageError.
     """
     found: list[tuple[Path, dict[str, Any]]] = []
     while True:

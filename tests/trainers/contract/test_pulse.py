@@ -1,4 +1,4 @@
-"""A reader gets a whole pulse or none while the pulse is written."""
+"""The values in a pulse; a reader gets a whole pulse or none while a pulse is written."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ while True:
 
 
 def test_a_reader_never_sees_a_mixture_while_another_process_writes(tmp_path):
-    """A pulse never has the step of one write and the collectives of another."""
+    """No pulse that is read has the step of one write and the collectives of another."""
     path = tmp_path / "p"
     writer = subprocess.Popen([sys.executable, "-c", HAMMER, str(path)])
     try:

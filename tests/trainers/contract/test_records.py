@@ -53,7 +53,7 @@ def test_records_are_dropped_and_counted_when_nobody_writes(tmp_path, monkeypatc
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     recorder = Recorder()
-    recorder.call(lambda: os.close(os.open(fifo, os.O_WRONLY)))  # blocks until it is read
+    recorder.call(lambda: os.close(os.open(fifo, os.O_WRONLY)))  # waits for a reader
     wait_for(lambda: recorder.waiting == 0)  # the call has left the queue
     kept = sum(recorder.put(tmp_path / "f", b"x\n") for _ in range(12_000))
     assert kept == 10_000
