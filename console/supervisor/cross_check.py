@@ -219,7 +219,7 @@ def newest_living_attempt(record: Mapping[str, Any], state: Mapping[str, Any]) -
     if others or (live and not live.endswith(f"-{token}")):
         other = f", {others[0]}" if others else ""
         raise RefusedError(
-            f"{rundir.RUN} of {mine} holds the token of another run{other}; {NOT_ADOPTED}"
+            f"{rundir.RUN} of {mine} contains the token of another run{other}; {NOT_ADOPTED}"
         )
     numbers = [each.get(environ.ATTEMPT, "") for each in environments if environ.RUN_DIR in each]
     return max((int(n) for n in numbers if n.isdecimal() and len(n) < 6), default=0)

@@ -57,7 +57,7 @@ def token(record: Mapping[str, Any]) -> str:
     found = rundir.token(record)
     if not TOKEN.fullmatch(found):
         raise RefusedError(
-            f"{rundir.RUN} holds no token, so its processes cannot be found and {NOT_ADOPTED}"
+            f"{rundir.RUN} contains no token, so its processes cannot be found and {NOT_ADOPTED}"
         )
     return found
 

@@ -139,7 +139,7 @@ def load(launch: Path, stored: Mapping[str, Any] | None = None) -> LaunchSpec:
     """
     record = stored or rundir.read_json(launch / rundir.PLAN)
     if record is None:
-        raise NotFoundError(f"{launch} holds no readable {rundir.PLAN}")
+        raise NotFoundError(f"{launch} contains no readable {rundir.PLAN}")
     own = {each.name for each in fields(Plan)}
     plan = plans_module.parse({k: v for k, v in record.items() if k in own}, rundir.PLAN)
     operator = {key: record[key] for key in settings_file.KEYS if key in record}

@@ -126,11 +126,11 @@ class Claim:
             return
         if rundir.PLAN not in others:
             raise RefusedError(
-                f"{self.directory} is not empty and holds no launch ({min(others)!r} is in it); "
+                f"{self.directory} is not empty and contains no launch ({min(others)!r} is in it); "
                 "pass another directory with --run-dir"
             )
         raise TakenError(
-            f"{self.directory} holds the launch {launch or '?'}; pass another directory with "
+            f"{self.directory} contains the launch {launch or '?'}; pass another directory with "
             "--run-dir"
         )
 
@@ -210,7 +210,7 @@ def adopt(directory: Path, operator: Settings, sure: bool = False) -> str:
     access.check_ours(directory)
     plan = former_documents.document(directory, rundir.PLAN)
     if not plan:
-        raise RefusedError(f"{directory} holds no launch to adopt")
+        raise RefusedError(f"{directory} contains no launch to adopt")
     launch = jsonl.text(plan, "launch", "?")[:200]
     state = _adoptable_state(directory, launch, sure)
     cwd, runs = _working_directory(plan, launch), launches.run_directories(directory)

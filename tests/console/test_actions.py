@@ -171,9 +171,9 @@ def test_a_failed_check_refuses_with_its_sentence(tmp_path):
 @pytest.mark.parametrize(
     ("content", "lock", "says"),
     [
-        ('{"launch": "tested-1"}', True, "holds the launch tested-1; pass another"),
-        ('{"launch": "tested-1"}', False, "holds the launch"),
-        ('{"mine": 1}', True, "holds the launch"),
+        ('{"launch": "tested-1"}', True, "contains the launch tested-1; pass another"),
+        ('{"launch": "tested-1"}', False, "contains the launch"),
+        ('{"mine": 1}', True, "contains the launch"),
     ],
 )
 def test_a_directory_of_another_launch_or_plan_is_refused(tmp_path, content, lock, says):
@@ -182,8 +182,7 @@ def test_a_directory_of_another_launch_or_plan_is_refused(tmp_path, content, loc
     (done / rundir.PLAN).write_text(content)
     if lock:
         (done / rundir.LOCK).touch()
-    if "holds" in says:
-        (done / rundir.PLAN_STATE).write_text('{"state": "ended"}')
+    (done / rundir.PLAN_STATE).write_text('{"state": "ended"}')
     with pytest.raises(RefusedError, match=says):
         actions.launch(options(tmp_path, run_dir=done), "tester")
     assert (done / rundir.PLAN).read_text() == content

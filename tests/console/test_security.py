@@ -46,7 +46,7 @@ def test_an_empty_directory_that_was_open_is_closed(tmp_path, before):
 def test_a_directory_that_is_refused_keeps_its_mode_and_content(tmp_path):
     (tmp_path / "home").mkdir(mode=0o755)
     (tmp_path / "home" / "thesis.txt").touch()
-    with pytest.raises(RefusedError, match=r"not empty and holds no launch.*thesis.txt"):
+    with pytest.raises(RefusedError, match=r"not empty and contains no launch.*thesis.txt"):
         claim(tmp_path / "home")
     assert (mode(tmp_path / "home"), listing(tmp_path / "home")) == (0o755, ["thesis.txt"])
 

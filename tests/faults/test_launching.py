@@ -101,7 +101,7 @@ def test_a_launch_that_is_killed_at_any_step_is_complete_or_never_was(
         complete = took_place(folder)
         outcomes[complete] += 1
         if complete:
-            with pytest.raises(RefusedError, match=r"is in use by|holds the launch"):
+            with pytest.raises(RefusedError, match=r"is in use by|contains the launch"):
                 begin.launch(options, STUB)
         else:
             try:

@@ -184,7 +184,7 @@ def test_the_token_of_another_run_is_refused_and_its_processes_are_left_alone(lo
     foreign = {environ.TOKEN: FOREIGN_TOKEN, environ.RUN_DIR: "/elsewhere/0-x"}
     with sleeping(**foreign) as other:
         path = lost.run() / rundir.RUN
-        refused_with(lost, path, forged, "holds the token of another run")
+        refused_with(lost, path, forged, "contains the token of another run")
         assert other.poll() is None
         other.kill()
 
