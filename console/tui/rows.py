@@ -97,7 +97,7 @@ def rule(title: str, width: int, right: str = "", focused: bool = False, detail:
 
 
 def wrap(text: str, width: int, limit: int = 99) -> list[str]:
-    """Breaks text into lines of at most `width` cells, at spaces if possible; cuts after `limit`."""
+    """Returns lines of at most `width` cells, broken at spaces if possible; cuts after `limit`."""
     text = " ".join(text.split())
     if not text:
         return []
