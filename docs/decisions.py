@@ -150,15 +150,17 @@ TABLE: tuple[Decision, ...] = (
               "The pulses of the other ranks are at a later step and do not change."),
              "The confidence is at most medium.", "The confidence is at most medium."),
     Decision("verdict-cause", "verdict", "name the cause of a stall from the collected evidence",
-             (("The evidence names one rank, by one of these:",
+             (("The evidence names the ranks to blame, by one of these:",
                "two of the flight records, the stacks, the processes in /proc, the GPUs and the "
                "positions of the ranks name the same rank;",
-               "the stacks or flight records of all ranks that wait name a rank, and the kernel "
-               "shows that this rank cannot run;",
+               "one of these names a rank that is stopped, has ended or exits, and the pulse of "
+               "the rank does not change;",
+               "one of these names all ranks, no rank can run, and no pulse changes;",
                "the flight records and the stacks name the rank, or the minority of ranks, that "
                "leaves the usual order of calls;",
                "the kernel, the stacks and the flight records show a lost connection."),
-              ("A rule of the table of causes applies to that rank, by one of these:",
+              ("A rule of the table of causes applies to the first of these ranks, by one of "
+               "these:",
                "its stack and its process;",
                "its stack or its process, for a cause that one source proves.")),
              "The confidence is at most medium if only one source names the rank, or if no cause "

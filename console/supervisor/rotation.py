@@ -1,6 +1,6 @@
 """Rotates the logs of an attempt; splits the samples of a run, and compresses the older parts.
 
-The logs of ranks and torchrun are open with O_APPEND. A log that was copied to `.1` and truncated
+The logs of ranks and torchrun are opened with O_APPEND. A log that was copied to `.1` and truncated
 is therefore continued at its beginning. Bytes that were not copied before the truncation are lost.
 
 `samples_H.jsonl` of host H is the newest part. `samples_H.jsonl.0001` is the oldest part; its name
@@ -73,10 +73,10 @@ class Rotation:
         return f"{path.name} was rotated: its content is in {path.name}.1{without}"
 
     def _rotate(self, path: Path) -> int:
-        """Moves the end of a log to `.1`; returns the offset of the first byte that was copied.
+        """Moves a log, or its end, to `.1`; returns the offset of the first byte that was copied.
 
         The log is copied, and the copy is renamed to `.1`. Bytes written during the copying are
-        added to the copy. Then the log is truncated. After OSError, the log is unchanged.
+        added to the copy. Then the log is truncated. Raises OSError; the log is then unchanged.
         """
         copy = path.with_name(f".{path.name}.copy")
         copy.unlink(missing_ok=True)

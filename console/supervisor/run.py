@@ -337,7 +337,7 @@ class Run:
         self.publish()
 
     def _conclude(self, state: State, why: str) -> None:
-        """Ends the run; writes the gates, the snapshot, the last state, a supervisor heartbeat."""
+        """Ends the run; writes gates, snapshot, last state and a supervisor heartbeat."""
         self._next_at, self.over = None, True
         self.gates = gates.unknown(self.phase.gates, "the records were not read")
         if self.is_read:

@@ -153,8 +153,9 @@ class Files:
         self._world, self._reading = world, reading
 
     def poll(self, heartbeats: bool) -> Poll:
-        """Returns all new data; with `heartbeats` False, only whether there is a `.HALT`.
+        """Returns new records and other present data.
 
+        If `heartbeats` is False, returns only whether there is a `.HALT`.
         Records are read last: if another read fails, no record is lost. Raises OSError.
         """
         news = Poll(halt_file=os.path.lexists(self._run / rundir.HALT))

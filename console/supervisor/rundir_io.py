@@ -33,7 +33,7 @@ def event_record(
 
 
 class Directory(Recorder):
-    """Writes events and samples in the order of the calls; `document` says when documents follow.
+    """Writes events and samples in the order of the calls; see `document` for the documents.
 
     The thread of this object calls `on_done` when `deliver` has a new result, and when
     `check_for_changes` has found a change. `find_loss` returns why the path no longer leads to this
@@ -112,7 +112,7 @@ class Directory(Recorder):
             os.close(fd)
 
     def make_run(self, run: Path, record: Mapping[str, Any]) -> Path | None:
-        """Creates a run directory with run.json; it becomes that of the current run.
+        """Creates a run directory with run.json, and makes the run the current run.
 
         If a `.HALT` existed before, it is renamed; returns its new path, or None. Raises OSError or
         RefusedError.

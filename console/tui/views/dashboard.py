@@ -42,7 +42,7 @@ class Shape:
 
     The top has the ranks and the figures. The charts fill the height between top and log, in rows
     of `per_row` charts. `beside` is the height of a log in the top, below the ranks; `log` is then
-    0. `below` is the height of figures below the ranks, over the whole width; if it is 0, the
+    0. `below` is the height of figures below the ranks, over the whole width; if it is 0, any
     figures are to the right of the ranks.
     """
 

@@ -51,7 +51,7 @@ class FlagList(Picker):
 
 
 class Launch(Scrolls, View):
-    """Shows a launch in progress, or else the draft together with a launch that has ended."""
+    """Shows a launch in progress, or else the draft, and parts of an ended launch, if any."""
 
     DEFAULT_CSS = """
     Launch { layout: vertical; }
@@ -109,8 +109,8 @@ class Launch(Scrolls, View):
     def _shown(self, snapshot: ScreenData) -> tuple[RunState, LaunchState] | None:
         """Returns the run and launch whose command and flags are shown; None means the draft's.
 
-        They are those of a launch that has ended if its plan could not be prepared: for example,
-        the plan of a drill or of `--config` has no file.
+        A launch that has ended is returned only if its plan cannot be prepared: for example, the
+        plan of a drill or of `--config` has no file.
         """
         has_no_file = self.draft.plan is None and self.draft.trouble
         return live_launch(snapshot) or (self._ended(snapshot) if has_no_file else None)

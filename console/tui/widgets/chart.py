@@ -223,8 +223,8 @@ class ChartPanel(Panel):
     """A chart that is drawn again only if its points, age, window, size or options change.
 
     The window follows from the points of all shown charts, so that charts side by side have one
-    time axis. A zoomed chart is also drawn again with the snapshots of a new second, because the
-    chart shows an age.
+    time axis. A zoomed chart is also drawn again with the first snapshot of each second, because
+    the chart shows an age.
     """
 
     def __init__(self, id: str, mode: Mode):

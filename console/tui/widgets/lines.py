@@ -144,7 +144,7 @@ def of_run(draw: Callable[[RunState, int, int, float], Sequence[Row]]) -> Draw:
 
 
 class Panel(Lines):
-    """Lines that are drawn from the last snapshot that the panel got, for its present size."""
+    """Lines that a panel draws from its last snapshot, for its present size."""
 
     snapshot: ScreenData | None = None
 
