@@ -113,7 +113,7 @@ TABLE: tuple[Decision, ...] = (
                "for an exit that no supervisor observed: the exit record, and also the pulse at "
                "the same step or a document of the dead supervisor."),
               "All gates without an override pass, for which the numbered records must have no "
-              "gap. If no step was left after a resume, these are the records of the earlier run, "
+              "gap. If no step was left after a resume, the records of the earlier run are used, "
               "whose last checkpoint all ranks loaded."),
              "The plan ends. A gate without its records is unknown, never passed. An exit that "
              "only one record shows is unknown too.",
@@ -153,9 +153,9 @@ TABLE: tuple[Decision, ...] = (
              (("The evidence names the ranks to blame, by one of these:",
                "two of the flight records, the stacks, the processes in /proc, the GPUs and the "
                "positions of the ranks name the same rank;",
-               "one of these names a rank that is stopped, has ended or exits, and the pulse of "
-               "the rank does not change;",
-               "one of these names all ranks, no rank can run, and no pulse changes;",
+               "one of these sources names a rank that is stopped, has ended or exits, and the "
+               "pulse of the rank does not change;",
+               "one of these sources names all ranks, no rank can run, and no pulse changes;",
                "the flight records and the stacks name the rank, or the minority of ranks, that "
                "leaves the usual order of calls;",
                "the kernel, the stacks and the flight records show a lost connection."),

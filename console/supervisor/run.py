@@ -60,7 +60,7 @@ class Run:
         self._halt_file = False
         """True if the newest attempt is a restart, and its preparation found a `.HALT`."""
         self._next_at: float | None = None
-        """The time at which the next attempt begins, or None if the run waits for no attempt."""
+        """The time from which the next attempt is due, or None if the run waits for no attempt."""
         self._git: Mapping[str, Any] = jsonl.mapping(former_state, "git")
         """`git_facts` of the code that the newest attempt runs, or {} if not available."""
         self._changed_code = ""

@@ -81,7 +81,7 @@ class Directory(Recorder):
         return not self.lost
 
     def _check(self, path: Path) -> None:
-        """Raises OSError (ESTALE) if the directory of the launch or of the run was replaced."""
+        """Raises OSError (ESTALE) if the launch is lost, or as `check_run` does."""
         if not self.is_ours():
             raise OSError(errno.ESTALE, self.lost, str(path))
         self.check_run(path)
@@ -215,8 +215,8 @@ class Directory(Recorder):
     ) -> None:  # fmt: skip
         """Queues work on files; `deliver` then calls `then` with the result or the error.
 
-        The error is OSError (ESTALE) if the directory of the launch, or of the run that contains
-        `folder`, was replaced.
+        The error is OSError (ESTALE) if the launch directory is lost, or if the directory of the
+        run that contains `folder` was replaced.
         """
 
         def done() -> None:

@@ -1,6 +1,6 @@
-"""Runs actions of the operator in daemon threads, and shows each result when it arrives.
+"""Runs actions of the operator, and other slow work of the screen, in daemon threads.
 
-Each action has its own thread, so a directory that does not answer blocks neither keys nor
+Each piece of work has its own thread, so a directory that does not answer blocks neither keys nor
 painting. Requests and launches are commands in other processes, which continue if the screen ends.
 """
 
@@ -22,7 +22,7 @@ from trainers.contract import environ
 from trainers.contract.errors import ContractError
 
 ANSWER_S = 300.0
-"""Longest wait for a supervisor's answer; the screen shows an answer as soon as it comes."""
+"""Longest wait for the answer to a request; the screen shows an answer as soon as it comes."""
 LIMIT_S = 20.0
 """After this time without a result, a notice shows the action and the waiting time."""
 
@@ -41,7 +41,7 @@ class Screen(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """An action that has no result yet. `since` is a monotonic time.
+    """An action or other work that has no result yet. `since` is a monotonic time.
 
     `later` says in one or more lines what becomes of the action if the screen ends now, or is "".
     """

@@ -66,7 +66,7 @@ class Launch(Scrolls, View):
         self.draft = console.draft
         self._items: list[flag_list.Item] = []
         self._later = "next"
-        """The phases for which changed flags are sent to a launch in progress."""
+        """The phases to which changed flags of a launch in progress apply: "next" or "all"."""
         self._plan = Box(id="plan")
         self._phases = Panel("phases", self._phase_rows)
         self._training = Panel("training", self._training_rows)

@@ -18,7 +18,7 @@ WIDTH, HEIGHT = 80, 24
 
 @cache
 def footer_row(view: str, width: int, small: bool = False) -> Row:
-    """Returns the keys that fit, without the lowest weights; `small` puts a warning first."""
+    """Returns the keys that fit; the lowest weights are left out. `small` puts a warning first."""
     parts: list[Part] = [(10, [((f"too small, use {WIDTH}×{HEIGHT}", "warn"),)])] if small else []
     for key in for_view(view):
         style = "now" if key is TABLE[VIEWS.index(view)] else ""
