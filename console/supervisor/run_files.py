@@ -168,7 +168,7 @@ class Files:
         return news
 
     def read_final(self, resumed_at_end: int) -> FinalRead:
-        """Returns the data that are read only after all processes have ended. Raises OSError.
+        """Returns the data that are read only after all processes have ended.
 
         `resumed_at_end` comes from the run's summary. Data that only gates need are read last; if
         they cannot be read, these gates are unknown.
