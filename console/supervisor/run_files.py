@@ -155,8 +155,8 @@ class Files:
     def poll(self, heartbeats: bool) -> Poll:
         """Returns new records and other present data.
 
-        If `heartbeats` is False, returns only whether there is a `.HALT`.
-        Records are read last: if another read fails, no record is lost. Raises OSError.
+        If `heartbeats` is False, returns only whether there is a `.HALT`. Records are read last: if
+        another read fails, no record is lost. Raises OSError.
         """
         news = Poll(halt_file=os.path.lexists(self._run / rundir.HALT))
         if heartbeats:
