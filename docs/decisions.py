@@ -72,8 +72,8 @@ TABLE: tuple[Decision, ...] = (
               "That file contains the token of the supervisor."),
              "Without a lock at the path, the supervisor ignores requests and `.HALT` in the "
              "directory, and writes nothing to it. An alert is raised. The ranks still read "
-             "`.HALT` while their run directory is at its path. If an error prevents a check of "
-             "(b), (a) is enough; after an error in (a), the last result remains.",
+             "`.HALT` while their run directory is at its path. While another error prevents the "
+             "check, the last result remains.",
              "The same happens as without a lock, because the directory was moved, replaced or "
              "copied."),
     Decision("restart", "act", "start the next attempt",
