@@ -1,7 +1,6 @@
 """Finds the target of an operator's action: the run, and the supervisor that gets the request.
 
-Two sources must agree on the run and on the supervisor; see the section Targets in
-docs/decisions.md.
+The section Targets of docs/decisions.md names the sources that must agree.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from trainers.contract import jsonl, rundir
 from trainers.contract.errors import NotFoundError, RefusedError
 
 UNSUPERVISED_STATES: frozenset[State] = frozenset(("unsupervised", "lost"))
-"""States of a run without a supervisor. Its ranks may be alive, or a new supervisor may start
-another attempt."""
+"""States of a run that a new supervisor may adopt: ranks may be alive, or an attempt may be due."""
 NOT_SENT = "request not sent"
 
 
@@ -81,7 +79,10 @@ def run_to_halt(path: Path) -> Path | None:
 
 
 def _has_only_ranks(run: Path) -> bool:
-    """Returns whether a run has processes on this host, but no supervisor on any host."""
+    """Returns whether a run has processes on this host, but no supervisor that may be alive.
+
+    A supervisor on another host may be alive, because this host cannot check it.
+    """
     top = launches.launch_of(run)
     owners = [rundir.read_json(run / rundir.SUPERVISOR, below=run) or {}]
     if top is not None:
@@ -158,9 +159,9 @@ def host_and_stopped(path: Path, action: Action) -> tuple[str, list[int]]:
 
 
 def _named(folder: Path, box: Mailbox) -> tuple[Supervisor, str]:
-    """Returns two values: the supervisor that a directory's document names, and an end.
+    """Returns two values: the supervisor that a directory's document names, and a text.
 
-    The end says how the run or launch ended; it is "" if the run or launch has not ended. Raises
+    The text says how the run or launch ended; it is "" if the run or launch has not ended. Raises
     RefusedError if the document cannot be read.
     """
     top = launches.launch_of(folder)

@@ -64,24 +64,26 @@ TABLE: tuple[Decision, ...] = (
               "the run and of the launch belong to this user, and not all users can write to them.",
               "supervisor.json and plan_state.json name a supervisor of this host that is dead, "
               "and the lock is free."),
-             "The process gets no signal. A line of the output names the process and the missing "
-             "source.",
+             "The process gets no signal. A line of the output names the process and the reason.",
              "The process gets no signal, even if a supervisor adopts the run only after the "
              "confirmation."),
     Decision("own-directory", "act", "use the contents of the launch directory",
              ("The file at the path of the lock has the device and inode of the open lock.",
               "That file contains the token of the supervisor."),
-             "The supervisor ignores requests and `.HALT` in the directory, and writes nothing to "
-             "it. An alert is raised. The ranks still read `.HALT` while their run directory is at "
-             "its path.",
-             "The same happens as for a missing source, because the directory was moved, replaced "
-             "or copied."),
+             "Without a lock at the path, the supervisor ignores requests and `.HALT` in the "
+             "directory, and writes nothing to it. An alert is raised. The ranks still read "
+             "`.HALT` while their run directory is at its path. While another error prevents the "
+             "check, the last result remains.",
+             "The same happens as without a lock, because the directory was moved, replaced or "
+             "copied."),
     Decision("restart", "act", "start the next attempt",
              ("The exits of torchrun and of all ranks are seen through pidfds.",
               "The launch directory passes `own-directory`, and run.json contains the token of the "
               "run."),
              "The attempt waits until the directory can be read. An alert is raised.",
-             "No attempt starts. The run ends, and its reason names the contradiction."),
+             "No attempt starts. While the directory does not pass `own-directory`, the attempt "
+             "waits. If run.json contains another token, the run ends, and its reason names the "
+             "contradiction."),
     Decision("refuse-restart", "act", "end the run although restarts are left",
              ("The exit codes of the attempts are seen through pidfds.",
               ("One of these shows that a restart does not help:",
@@ -110,9 +112,9 @@ TABLE: tuple[Decision, ...] = (
                "exit code 0 of all ranks, or of torchrun for ranks whose exit was not seen;",
                "for an exit that no supervisor observed: the exit record, and also the pulse at "
                "the same step or a document of the dead supervisor."),
-              "The numbered records have no gap, and all gates without an override pass. If no "
-              "step was left after a resume, these are the records of the earlier run, whose last "
-              "checkpoint all ranks loaded."),
+              "All gates without an override pass, for which the numbered records must have no "
+              "gap. If no step was left after a resume, the records of the earlier run are used, "
+              "whose last checkpoint all ranks loaded."),
              "The plan ends. A gate without its records is unknown, never passed. An exit that "
              "only one record shows is unknown too.",
              "The plan ends, and its reason names the rank or the missing records."),
@@ -122,7 +124,7 @@ TABLE: tuple[Decision, ...] = (
               "override. The reader may begin with the sums in snapshot.json; `check --full` reads "
               "all records.",
               "plan.json has the same phases and gates.",
-              "plan_state.json has the same phases, and no phase that failed."),
+              "plan_state.json has the same phases, and no failed or unknown result."),
              "The result is no go. The output names the document or the missing records.",
              "The result is no go. The output names the gate or the document that differs."),
     Decision("go-plan", "go", "print go for a plan that needs GPUs: its preflight passes",
@@ -148,38 +150,41 @@ TABLE: tuple[Decision, ...] = (
               "The pulses of the other ranks are at a later step and do not change."),
              "The confidence is at most medium.", "The confidence is at most medium."),
     Decision("verdict-cause", "verdict", "name the cause of a stall from the collected evidence",
-             (("The evidence names one rank, by one of these:",
+             (("The evidence names the ranks to blame, by one of these:",
                "two of the flight records, the stacks, the processes in /proc, the GPUs and the "
                "positions of the ranks name the same rank;",
-               "the stacks or flight records of all ranks that wait name a rank, and the kernel "
-               "shows that this rank cannot run;",
+               "one of these sources names a rank that is stopped, has ended or exits, and the "
+               "pulse of the rank does not change;",
+               "one of these sources names all ranks, no rank can run, and no pulse changes;",
                "the flight records and the stacks name the rank, or the minority of ranks, that "
                "leaves the usual order of calls;",
                "the kernel, the stacks and the flight records show a lost connection."),
-              ("A rule of the table of causes applies to that rank, by one of these:",
+              ("A rule of the table of causes applies to the first of these ranks, by one of "
+               "these:",
                "its stack and its process;",
                "its stack or its process, for a cause that one source proves.")),
              "The confidence is at most medium if only one source names the rank, or if no cause "
              "is found.",
              "The confidence is at most medium, and the sign that names another rank is shown."),
     Decision("target-id", "target", "find the run that an id names",
-             ("Exactly one launch has the id in its plan.json.",
+             ("Exactly one launch has the id, or else an id that begins with it, in its plan.json.",
               "The run has recorded the directory in which it was found."),
              "The action is rejected; the operator must name the directory.",
              "The action is rejected, and the message names both directories."),
     Decision("target-latest", "target", "find the run that `latest` names, for an action",
              ("The creation time in plan.json is later than that of all other launches.",
               "No other plan.json has a later modification time."),
-             "A missing creation time is replaced by the time in the name of the directory, or "
-             "else by the modification time.",
+             "A missing or invalid creation time is replaced by the time in the name of the "
+             "directory, or else by the modification time.",
              "The action is rejected, and the message names both launches."),
     Decision("target-supervisor", "target", "find the supervisor that accepts a request",
              ("On this host, the process with the recorded pid, start time and boot is alive.",
               ("The lock belongs to this supervisor:",
                "on this host: the lock is held and contains the recorded token;",
                "on another host: the lock contains the recorded token, and an answer comes.")),
-             "The request is rejected, because there is no supervisor; the message offers adopt. "
-             "If no answer comes from another host, the command reports this.",
+             "The request is rejected, because there is no supervisor; for a launch that has not "
+             "ended, the message offers adopt. If no answer comes from another host, the command "
+             "reports this.",
              "The request is rejected: the directory is a copy, or its launch was moved."),
     Decision("target-process", "target", "find the process that gets a signal",
              ("A pidfd of the process is opened first.",

@@ -1,10 +1,10 @@
 """Rotates the logs of an attempt; splits the samples of a run, and compresses the older parts.
 
-Ranks and torchrun open logs with O_APPEND. They therefore write at the beginning of a log after the
-log was copied to `.1` and truncated. Bytes written between the end of the copy and the truncation
-are lost.
+The logs of ranks and torchrun are opened with O_APPEND. A log that was copied to `.1` and truncated
+is therefore continued at its beginning. Bytes that were not copied before the truncation are lost.
 
-`samples_H.jsonl` of host H is the newest part; `samples_H.jsonl.0001.gz` is the oldest part.
+`samples_H.jsonl` of host H is the newest part. `samples_H.jsonl.0001` is the oldest part; its name
+ends with `.gz` when it is compressed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ POLL_EVERY_S = 5.0
 
 
 class Rotation:
-    """Rotates the logs of one folder (`rundir.logs`) that are longer than `limit_bytes`."""
+    """Rotates logs in one folder (`rundir.logs`) that are longer than `limit_bytes`."""
 
     def __init__(
         self, folder: Path, limit_bytes: int = LOG_LIMIT, reserve_bytes: int = RESERVE_BYTES
@@ -73,10 +73,10 @@ class Rotation:
         return f"{path.name} was rotated: its content is in {path.name}.1{without}"
 
     def _rotate(self, path: Path) -> int:
-        """Moves the content of a log to `.1`; returns the offset of the first byte in `.1`.
+        """Moves a log, or its end, to `.1`; returns the offset of the first byte that was copied.
 
-        The log is copied, and the copy is renamed. Bytes written during the copying are added.
-        Then the log is truncated. Raises OSError; in that case the log is unchanged.
+        The log is copied, and the copy is renamed to `.1`. Bytes written during the copying are
+        added to the copy. Then the log is truncated. Raises OSError; the log is then unchanged.
         """
         copy = path.with_name(f".{path.name}.copy")
         copy.unlink(missing_ok=True)
@@ -145,7 +145,7 @@ class Upkeep:
         self._rotation, self._samples = Rotation(rundir.logs(run, attempt)), samples
 
     def poll(self, event: Callable[..., object]) -> None:
-        """Starts the job if it is due and not running; reports its result by calling `event`."""
+        """Queues the job if it is due and not in progress; calls `event` if there is a report."""
         if time.monotonic() >= self._due_at:
             self._due_at = math.inf
             self._directory.job(self._run_job, partial(self._report, event), self._run)

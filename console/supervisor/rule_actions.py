@@ -1,4 +1,4 @@
-"""Executes the actions of watch rules on a run, and the halt that a `.HALT` file requests."""
+"""Executes the actions of watch rules on a run, and a `.HALT` in the launch directory."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ HALT_FAILED = "halt-failed"
 
 
 class Policy:
-    """Owns the actions that are due; `end` ends the running phase and the plan."""
+    """Owns the actions that wait for execution; `end` ends the running phase and the plan."""
 
     def __init__(self, directory: Directory, dumps: Dumps, end: Callable[[str, str], str]):
         self._directory, self._dumps, self._end = directory, dumps, end
         self._due: list[tuple[float, Attempt, Change]] = []
-        """Actions of rules, each with the time from which it is executed, and its attempt."""
+        """Actions of rules with their attempts; none is executed before its time (monotonic s)."""
         self._halt_at = 0.0
         """A `.HALT` in the launch directory has no effect before this time."""
 
     def apply(self, run: Run) -> None:
         """Dumps the stacks that a verdict or an action needs; then executes the actions.
 
-        An action is dropped if its rule is no longer raised, or the processes of its attempt have
-        ended, when the action is due.
+        When an action is due, it is dropped if its rule is no longer raised, or if the processes of
+        its attempt have ended.
         """
         if not self._dumps.busy and (wanted := run.attempt.monitor.pop_dump_wanted()):
             handles = run.attempt.tree.handles().items()
@@ -69,7 +69,7 @@ class Policy:
             self._end(action, by)
 
     def halt(self, run: Run, by: str, then: Callable[[Outcome], object]) -> None:
-        """Writes `.HALT` for the ranks and ends the plan; `then` gets the outcome."""
+        """Writes `.HALT` for the ranks; if that works, ends the plan. `then` gets the outcome."""
 
         def report(why_not: str) -> None:
             if why_not:
@@ -81,7 +81,7 @@ class Policy:
         self._directory.write_request(run.path, rundir.HALT, by, report)
 
     def halt_launch(self, run: Run | None) -> None:
-        """Executes a `.HALT` in the launch directory: halts `run`; without a run, ends the plan."""
+        """Executes a `.HALT` in the launch directory: halts `run`, if any, and ends the plan."""
         if time.monotonic() < self._halt_at:
             return
         self._halt_at, by = math.inf, f"{rundir.HALT} in the launch directory"
@@ -91,7 +91,7 @@ class Policy:
             self.halt(run, by, partial(self._report_failure, run, None))
 
     def _report_failure(self, run: Run, change: Change | None, outcome: Outcome) -> None:
-        """If the halt by a rule (`change`) or `.HALT` failed, alerts and lets it be tried again."""
+        """Raises an alert if a halt by a rule (`change`) or `.HALT` failed; schedules a retry."""
         done, text, _ = outcome
         if done:
             return

@@ -31,7 +31,7 @@ REFRESH_S = 5.0
 BUSY_S, IDLE_S, QUIET_S = 0.05, 0.2, 1.0
 """Seconds between two ticks: during fast changes, normally, and while little changes."""
 PAGED_STATES = frozenset(("stalled", "failed", "crashed", "lost", "restarting"))
-"""States whose event has the level crit, so that the alert hook runs."""
+"""States whose event has the level crit, for the alert hook."""
 REPLACED, CHECK = "supervisor-replaced", "the check of checkpoints"
 CODE_CHANGED = "code-changed"
 
@@ -39,8 +39,8 @@ CODE_CHANGED = "code-changed"
 class Run:
     """Owns supervisor.json, the events and the attempts of one phase; `tick` does the due work.
 
-    With `former`, the run of a former process is continued. Raises UsageError if the phase's
-    settings and flags are not valid together.
+    With `former`, the run of a former process is continued. Raises UsageError if the run.json of a
+    new run cannot be made, for example because settings and flags are not valid together.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class Run:
         self.why, self._since_ts, self.over = "", time.time(), False
         self.gates: tuple[Gate, ...] = ()
         self._halt_file = False
-        """True if a `.HALT` existed when the newest attempt, after the first, was prepared."""
+        """True if the newest attempt is a restart, and its preparation found a `.HALT`."""
         self._next_at: float | None = None
-        """The time at which the next attempt begins, or None if the run waits for no attempt."""
+        """The time from which the next attempt is due, or None if the run waits for no attempt."""
         self._git: Mapping[str, Any] = jsonl.mapping(former_state, "git")
-        """The commit of the code that the newest attempt runs, or {} if it is not available."""
+        """`git_facts` of the code that the newest attempt runs, or {} if not available."""
         self._changed_code = ""
-        """A sentence for the alert that the code has changed, until the alert is raised."""
+        """A sentence that the code has changed, until an alert is raised, or ""."""
         self._published: dict[str, Any] = {}
         """The newest content of supervisor.json."""
         self._published_at = self._status_at = 0.0
@@ -115,7 +115,7 @@ class Run:
 
     def _continue(self, former: FormerRun) -> None:
         """Continues the newest attempt, or continues to wait for the next attempt."""
-        # The owner gets run.json only now: a next child starts torchrun if the owner has run.json,
+        # The owner gets run.json only now: the next child starts torchrun if the owner has run.json
         # but no processes.
         self._link.store(self.path / rundir.RUN, self._record)
         self._directory.call(lambda: self._directory.set_run(self.path))
@@ -157,7 +157,7 @@ class Run:
 
     @property
     def live(self) -> Path | None:
-        """The live directory, or None if there is no shared memory."""
+        """The live directory, or None if the run has none."""
         return self._context.live.path
 
     @property
@@ -209,7 +209,10 @@ class Run:
         return self._check.doing
 
     def end(self, action: str, by: str) -> str:
-        """Halts, restarts, stops or kills the run as `Attempt.end` does; returns the answer."""
+        """Halts, restarts, stops or kills the run as `Attempt.end` does; returns the answer.
+
+        A run that waits for its next attempt ends, whatever the action is.
+        """
         self._is_final = self._is_final or action in former_documents.STOPS
         if action in ("stop", "kill"):
             self._check.stop()
@@ -255,7 +258,7 @@ class Run:
     def prepare(self) -> None:
         """Creates the run directory for the first attempt, or checks it for a later attempt.
 
-        Raises RefusedError if a `.HALT` keeps a later attempt from starting.
+        Raises OSError or RefusedError, for example if a `.HALT` exists before a later attempt.
         """
         self._halt_file = self.number > 1 and os.path.lexists(self.path / rundir.HALT)
         if self._halt_file:
@@ -281,7 +284,7 @@ class Run:
         """Starts the next attempt when it is due; a `.HALT` or a stop before then ends the run."""
         if self.attempt.known.halt_file:
             self._conclude(*decide(Facts(previous_end=self._ended[-1].why, halt_file=True)))
-        elif self._is_final:  # a former process was asked to end the run while it waited
+        elif self._is_final:  # a former process got the request to end this waiting run
             self._conclude(self._ended[-1].state, self._ended[-1].why)
         elif self._next_at is not None and time.monotonic() >= self._next_at:
             self._next_at = None
@@ -334,7 +337,7 @@ class Run:
         self.publish()
 
     def _conclude(self, state: State, why: str) -> None:
-        """Ends the run; writes the gates, the last state and the last supervisor heartbeat."""
+        """Ends the run; writes gates, snapshot, last state and a supervisor heartbeat."""
         self._next_at, self.over = None, True
         self.gates = gates.unknown(self.phase.gates, "the records were not read")
         if self.is_read:
@@ -384,7 +387,7 @@ class Run:
         }  # fmt: skip
 
     def _send_heartbeat(self) -> None:
-        """Writes the supervisor heartbeat to shared memory, which works even if no disk works."""
+        """Writes the supervisor heartbeat to shared memory, if any; this needs no disk."""
         self._status_at = time.monotonic()
         status = {
             "v": VERSION, "ts": time.time(), "mono": self._status_at, "state": self.state,

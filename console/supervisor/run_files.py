@@ -34,7 +34,7 @@ class Poll:
     halt_file: bool = False
     disk: Mapping[str, float] = field(default_factory=dict)
     csv: Progress | None = None
-    """The newest row of training.csv."""
+    """The newest row of training.csv, or None if no complete row was read."""
     env: Mapping[str, Any] = field(default_factory=dict)
     """env.json of this attempt, or {} if there is none."""
     behind: bool = False
@@ -52,10 +52,13 @@ class FinalRead:
     checkpoint: int | None = None
     """The step of the newest complete checkpoint; 0 if there is none, None if it is not known."""
     torchrun_signal: str = ""
-    """The signal in torchrun's log; the exits of the ranks must confirm this signal."""
+    """The signal that torchrun received, according to its log, or "" if the log has none.
+
+    The exits of the ranks must confirm this signal.
+    """
     files: GateFiles | None = None
     former: Summary | None = None
-    """The totals of the run from which this run resumed, if no step was left to do."""
+    """The totals of the run from which this run resumed, if no step was left to do; else None."""
 
 
 def newest_checkpoint(run: Path) -> int | None:
@@ -137,7 +140,7 @@ class Environment:
 class Files:
     """Reads the files of one attempt; `poll` and `read_final` run on the run directory's thread.
 
-    All attempts of a run share one `reading`, which continues where the last attempt ended.
+    All attempts of a run share one `reading`, which continues where the former attempt ended.
     """
 
     def __init__(self, run: Path, attempt: int, world: int, reading: RecordFiles):
@@ -150,9 +153,10 @@ class Files:
         self._world, self._reading = world, reading
 
     def poll(self, heartbeats: bool) -> Poll:
-        """Returns new records and the present documents; only `.HALT` if `heartbeats` is False.
+        """Returns new records and other present data.
 
-        Records are read last: if another read fails, no record is lost. Raises OSError.
+        If `heartbeats` is False, returns only whether there is a `.HALT`. Records are read last: if
+        another read fails, no record is lost. Raises OSError.
         """
         news = Poll(halt_file=os.path.lexists(self._run / rundir.HALT))
         if heartbeats:
@@ -164,7 +168,7 @@ class Files:
         return news
 
     def read_final(self, resumed_at_end: int) -> FinalRead:
-        """Returns the data that are read once, after all processes have ended.
+        """Returns the data that are read only after all processes have ended.
 
         `resumed_at_end` comes from the run's summary. Data that only gates need are read last; if
         they cannot be read, these gates are unknown.

@@ -33,16 +33,16 @@ def event_record(
 
 
 class Directory(Recorder):
-    """Writes events, documents and samples in the order of the calls.
+    """Writes events and samples in the order of the calls; see `document` for the documents.
 
     The thread of this object calls `on_done` when `deliver` has a new result, and when
     `check_for_changes` has found a change. `find_loss` returns why the path no longer leads to this
-    launch's directory, or "" while it does. In a lost directory nothing is executed, opened or
-    replaced.
+    launch's directory, or "" while it does. In a lost directory, no `job` is executed, and no
+    record file or document is opened or replaced.
     """
 
     check_every_s = 0.0
-    """Each write checks that the file is still at its path, because every answer must be found."""
+    """Each write checks that the file is still at its path, so that readers find each answer."""
 
     def __init__(
         self, on_done: Callable[[], None] = lambda: None, find_loss: Callable[[], str] = lambda: ""
@@ -52,9 +52,9 @@ class Directory(Recorder):
         """The last result of `find_loss`."""
         self._results: deque[tuple[Callable[..., object], object, Exception | None]] = deque()
         self._documents: dict[Path, Mapping[str, Any]] = {}
-        """The newest version of each document that waits."""
+        """The newest version of each document that waits to be written."""
         self.unwritten: dict[Path, Mapping[str, Any]] = {}
-        """Documents to write now, or again after a failure; only this object's thread uses them."""
+        """Documents to write now, or again after a failure; used only on this object's thread."""
         self.reported = 0
         """The value of `dropped` at the last alert on failed writes."""
         self.replaced: deque[Path] = deque()
@@ -69,7 +69,7 @@ class Directory(Recorder):
         self.changed = False
         """True if `check_for_changes` has found a change that no poll has used yet."""
         self.check_for_changes: Callable[[], bool] = lambda: False
-        """Returns whether a watched file has changed; this thread calls it periodically."""
+        """Returns whether a watched file has changed; this object's thread calls the function."""
         self._check_at = 0.0
         super().__init__()
 
@@ -81,13 +81,13 @@ class Directory(Recorder):
         return not self.lost
 
     def _check(self, path: Path) -> None:
-        """Raises OSError (ESTALE) if the directory of the launch or of the run was replaced."""
+        """Raises OSError (ESTALE) if the launch is lost, or as `check_run` does."""
         if not self.is_ours():
             raise OSError(errno.ESTALE, self.lost, str(path))
         self.check_run(path)
 
     def check_run(self, path: Path) -> None:
-        """Raises OSError (ESTALE) for a path in the current run if the run was replaced."""
+        """Raises OSError (ESTALE) for a path in the current run if its directory was replaced."""
         if self._home is None or not path.is_relative_to(self._home.path):
             return
         self.replaced_run = ""
@@ -112,9 +112,10 @@ class Directory(Recorder):
             os.close(fd)
 
     def make_run(self, run: Path, record: Mapping[str, Any]) -> Path | None:
-        """Creates the directory of the current run. Raises OSError or RefusedError.
+        """Creates a run directory with run.json, and makes the run the current run.
 
-        If a `.HALT` existed before, it is renamed; returns its new path, or None.
+        If a `.HALT` existed before, it is renamed; returns its new path, or None. Raises OSError or
+        RefusedError.
         """
         rundir.make_directory(run)
         self.set_run(run)
@@ -196,7 +197,10 @@ class Directory(Recorder):
         return super()._open(path)
 
     def _write_rest(self) -> None:
-        """Tries for `RETRY_S` to write the unwritten documents. Raises OSError if that fails."""
+        """Tries for `RETRY_S` to write the unwritten documents, unless the directory is lost.
+
+        Raises OSError if documents remain unwritten after this time.
+        """
         until = time.monotonic() + RETRY_S
         while self.is_ours() and (errors := self._write_unwritten()):
             if time.monotonic() >= until:
@@ -211,8 +215,8 @@ class Directory(Recorder):
     ) -> None:  # fmt: skip
         """Queues work on files; `deliver` then calls `then` with the result or the error.
 
-        The error is OSError (ESTALE) if the directory of the launch, or of the run that contains
-        `folder`, was replaced.
+        The error is OSError (ESTALE) if the launch directory is lost, or if the directory of the
+        run that contains `folder` was replaced.
         """
 
         def done() -> None:
@@ -272,7 +276,7 @@ class Directory(Recorder):
         self, folder: Path, attempt: int, kind: str, text: str, level: str = "info",
         by: str = "supervisor", **more: Any,
     ) -> dict[str, Any]:  # fmt: skip
-        """Appends one event to a run or launch and returns it; a full queue drops no event."""
+        """Queues one event of a run or launch, even if the queue is full; returns the event."""
         record = event_record(attempt, kind, text, level, by, **more)
         self.put(folder / rundir.EVENTS, jsonl.encode(record), keep=True)
         return record

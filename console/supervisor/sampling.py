@@ -1,4 +1,4 @@
-"""Samples GPUs, processes and pulses each second, as records and as evidence for a verdict.
+"""Samples GPUs, processes and pulses, as records and as evidence for a verdict.
 
 Only pulses are read from the run directory, and only if there is no shared memory.
 """

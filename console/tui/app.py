@@ -64,7 +64,7 @@ def save_text(name: str, text: str) -> Path:
 
 
 class ConsoleApp(App[int], inherit_bindings=False):
-    """The Textual app. Its exit changes no run."""
+    """The Textual app. The exit of the app changes no run."""
 
     CSS = """
     Screen { layout: vertical; layers: base over; background: ansi_default; color: ansi_default; }
@@ -200,9 +200,10 @@ class ConsoleApp(App[int], inherit_bindings=False):
     async def action_key(self, key_id: str) -> None:
         """Executes a key: asks its `question`, or calls its method `do_<id>`.
 
-        While an overlay is open, only the method of the overlay is called. An overlay without the
-        method does nothing, or it closes first (`gives_way`) and the key is executed without it.
-        Without an overlay, the method of view, app or operator is called.
+        While an overlay is open, the method of the overlay is called. Without such a method, the
+        key has no effect; but an overlay that `gives_way` closes, unless a text field has the
+        focus, and then the key is executed. Without an overlay, a key of this view asks its
+        question, or its method in the view, the app or the operator is called.
         """
         key = keys.KEYS[key_id]
         if self.overlay is not None:

@@ -1,7 +1,7 @@
-"""Runs actions of the operator in daemon threads, and shows each result when it arrives.
+"""Runs actions of the operator, and other slow work of the screen, in daemon threads.
 
-Each action has its own thread, so a directory that does not answer blocks neither keys nor
-painting. Requests and launches are commands in other processes, which outlive the screen.
+Each piece of work has its own thread, so a directory that does not answer blocks neither keys nor
+painting. Requests and launches are commands in other processes, which continue if the screen ends.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainers.contract import environ
 from trainers.contract.errors import ContractError
 
 ANSWER_S = 300.0
-"""Longest wait for a supervisor's answer; the screen shows an answer as soon as it comes."""
+"""Longest wait for the answer to a request; the screen shows an answer as soon as it comes."""
 LIMIT_S = 20.0
 """After this time without a result, a notice shows the action and the waiting time."""
 
@@ -41,10 +41,9 @@ class Screen(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """An action that has no result yet. `since` is a monotonic time.
+    """An action or other work that has no result yet. `since` is a monotonic time.
 
-    `later` says in one or more lines what becomes of the action if the screen ends now; it is "" if
-    this needs no word.
+    `later` says in one or more lines what becomes of the action if the screen ends now, or is "".
     """
 
     label: str
@@ -71,7 +70,7 @@ def run_in_background(
     """Runs `work` in a thread; calls `then` with the result, or `failed` with an error sentence.
 
     By default, `failed` shows the error. Until `then` or `failed` is called, `screen.pending` has
-    the action.
+    the action. Once the screen has ended, neither is called.
     """
     fail = failed or (lambda sentence: screen.say(sentence, "error"))
     pending = Pending(label, about, time.monotonic(), later)
@@ -107,8 +106,8 @@ def prepare(options: Any) -> Any:
 def launch(options: Any) -> tuple[Path, list[str]]:
     """Starts a launch by `nsa-console launch` or `resume`; returns its directory, and messages.
 
-    `options` are those of a draft or of a resume. Only a resume has messages, for example on each
-    flag that differs in the shell.
+    `options` are those of a draft or of a resume. Messages are returned only for a resume, for
+    example on a flag that differs in the shell.
     """
     words = ["launch", options.plan, "--between", options.between, "--digest", options.digest]
     words += [f"--flag={name}={value}" for name, value in options.flags.items()]

@@ -22,7 +22,7 @@ AUTO_MAX_S = 600
 LEAST_SPAN = 0.02
 """Least span of an axis, as a share of the largest absolute value: noise must not fill a chart."""
 TINY, HUGE = 1e-200, 1e200
-"""Smaller sizes are drawn as zero, larger sizes as `HUGE`, because a record may have any float."""
+"""Smaller absolute values are drawn as zero, larger ones as `HUGE`: a record may have any float."""
 _DOTS = (0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08)
 """Bits of the four dots in each column of a braille cell, the lowest dot first."""
 _BRAILLE = " " + "".join(map(chr, range(0x2801, 0x2900)))
@@ -117,7 +117,7 @@ def _continues(points: Sequence[Point], before: tuple[int, Point, Point]) -> boo
 
 
 def bounds(held: Sequence[Bin], from_zero: bool) -> tuple[float, float]:
-    """Returns round bounds around all values; they rarely change, so the axis is rarely redrawn."""
+    """Returns bounds around all values up to `HUGE`, rounded so that the axis rarely changes."""
     known = [b for b in held if b is not None]
     if not known:
         return 0.0, 1.0
@@ -142,7 +142,7 @@ def _round_step(step: float) -> float:
 def levels(
     held: Sequence[Bin], low: float, high: float, count: int
 ) -> list[tuple[int, int] | None]:
-    """Returns the lowest and highest dot of each column, so that a curve has no short gaps.
+    """Returns the lowest and highest dot of each column; short gaps in the curve are filled.
 
     Dot 0 is at the bottom.
     """

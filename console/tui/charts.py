@@ -10,7 +10,7 @@ from console.model import LIVE_STATES, RunState
 BANDED = 16
 """One chart draws a band over at most this many GPUs or ranks."""
 DEFAULT = 4
-"""Number of charts that are shown while no chart has data."""
+"""Number of charts that are shown while no chart has data and the operator has chosen none."""
 LAYER, LOWEST_LAYER = "gate_entropy:", "gate_entropy_lowest_layer"
 
 
@@ -32,7 +32,7 @@ class Chart:
     parts: tuple[str, ...] = ()
     """The series whose values the zoomed chart lists one by one."""
     measures: str = ""
-    """What is measured, if the unit does not show it: "GPU", "CPU" or "RSS"."""
+    """What is measured, if the unit does not show it: "GPU", "CPU" or "RSS"; or else ""."""
     is_over: bool = False
     """True for a chart of ranks or GPUs whose run has ended, so that they have no present value."""
 

@@ -15,7 +15,7 @@ Fact = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One button of a question: its label, the action and the arguments of the request."""
+    """One button of a question: its label, the action and the arguments of the action."""
 
     word: str
     action: str
@@ -45,8 +45,8 @@ class CannotAsk(Exception):
 def question(state: RunState | None, *actions: Action) -> Question:
     """Returns the confirmation of actions on the displayed run, with one button per action.
 
-    Of adopt and resume, only the possible action has a button. While a launch waits between two
-    phases, a halt or stop becomes a halt of the launch. Raises CannotAsk.
+    Of adopt and resume, only the possible action has a button. While the run's launch waits between
+    two phases, the only button for halt, stop or kill is a halt of the launch. Raises CannotAsk.
     """
     state, first = _shown(state), actions[0]
     launch = state.launch
@@ -107,9 +107,9 @@ def _resume(state: RunState, launch: LaunchState) -> Question:
 
 
 def _of_halt(state: RunState) -> dict[str, str]:
-    """Returns facts about a halt: the step, phases not started, a warning about a stalled rank."""
+    """Returns facts about a halt, for example the step, and the phases that are not started."""
     facts = {}
-    if not state.decided:  # the program may be any program
+    if not state.decided:  # this may be a foreign program
         facts["keeps"] = "only what the program saves itself"
         facts["keeps"] += " (a trainer of this project saves a checkpoint)"
     if state.step is not None:
@@ -135,7 +135,7 @@ def _of_checkpoint(state: RunState) -> dict[str, str]:
 
 
 def _last_checkpoint(state: RunState) -> dict[str, str]:
-    """Returns the newest checkpoint."""
+    """Returns a fact: the newest checkpoint."""
     return {"saved": checkpoint_text(state) or "no checkpoint in the run directory"}
 
 
@@ -150,7 +150,7 @@ def _of_stop(state: RunState) -> dict[str, str]:
 
 
 def _of_adopt(state: RunState) -> dict[str, str]:
-    """Returns the phases after an adoption. Raises CannotAsk."""
+    """Returns a fact: the phases that follow an adoption. Raises CannotAsk."""
     launch = state.launch
     if launch is None:
         raise CannotAsk(f"{state.id} belongs to no launch, so no supervisor can adopt it")
@@ -170,7 +170,7 @@ FACTS = {"halt": _of_halt, "checkpoint": _of_checkpoint, "stop": _of_stop, "adop
 
 
 def acknowledge(state: RunState | None, alert: str, text: str) -> Question:
-    """Returns the confirmation of `ack` for the alert with this id and text."""
+    """Returns the confirmation of `ack` for the alert with this id and text. Raises CannotAsk."""
     state, action = _shown(state), ACTIONS["ack"]
     if not alert:
         stays = "this notice cannot be acknowledged; it remains while its condition lasts"
@@ -180,7 +180,7 @@ def acknowledge(state: RunState | None, alert: str, text: str) -> Question:
 
 
 def proceed(state: RunState) -> Question:
-    """Returns the confirmation of `proceed` for a launch that waits between two phases."""
+    """Returns the confirmation to start the next phase of a waiting launch. Raises CannotAsk."""
     launch, action = state.launch, ACTIONS["proceed"]
     if launch is not None and launch.state == "running":
         name = launch.current or "a phase"

@@ -40,7 +40,7 @@ class Draft:
 
     A launch of the draft waits for confirmation between phases unless the operator chooses `go`.
     `trouble` is the error of the newest check, or ""; `checked` has the options of that check.
-    `prepared` is the result of the newest check without an error.
+    `prepared` is the result of the newest check of this plan without an error, or None.
     """
 
     def __init__(self, plan_name: str, root: Path):
@@ -71,7 +71,7 @@ class Draft:
             self.planned = {}
 
     def options(self) -> Any:
-        """Returns the options of the launch, without the measurements of the preflight."""
+        """Returns the options of the launch; the preflight then measures nothing."""
         from console.launch_options import LaunchOptions  # imported after the first picture
 
         return LaunchOptions(
@@ -107,7 +107,7 @@ class Draft:
     def question(self, host: str, shown: RunState | None = None) -> Question:
         """Returns the confirmation of the launch. Raises CannotAsk if no launch is possible now.
 
-        If the `shown` run could be resumed, a fact says that this launch does not resume it.
+        If the `shown` run could be resumed, a fact says that this launch does not resume that run.
         """
         if not self.is_checked:
             raise CannotAsk("the plan is still being checked; press L again in a moment")

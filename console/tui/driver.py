@@ -34,7 +34,7 @@ FEW, FIELD_CHARS = 8, 256
 PASTE_BEGIN = "\x1b[200~"
 IGNORED = "input ignored: keys that come together count as pasted; type them one by one"
 SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|O.|[\]P^_X].*?(?:\x07|\x1b\\)|.?)", re.DOTALL)
-"""Matches the escape sequence of a key, the mouse, a mark of a paste, or an answer."""
+"""Matches the escape sequence of a key, the mouse, a begin or end of a paste, or an answer."""
 RESTORE = (
     b"\x1b[?1000l\x1b[?1003l\x1b[?1006l\x1b[?2004l\x1b[?1004l\x1b[?7h\x1b[<u\x1b[?1049l\x1b[?25h"
 )
@@ -100,8 +100,9 @@ class TerminalDriver(LinuxDriver):
         """Returns the text of one read, without its characters if they count as pasted.
 
         Characters count as pasted if one read has more of them than a person types, or if they
-        soon follow pasted characters. Escape sequences are passed to Textual, except the begin of
-        a paste without its text: if its end is then lost, Textual would ignore all keys.
+        soon follow pasted characters. Escape sequences are passed to Textual. If pasted text is
+        dropped, the sequence that begins the paste is dropped too: if the sequence that ends the
+        paste is lost, Textual would ignore all keys.
         """
         sequences = SEQUENCE.findall(text)
         count = len(text) - sum(map(len, sequences))

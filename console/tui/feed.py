@@ -64,7 +64,7 @@ def open_source(path: Path) -> RunSource:
 
 
 def find_newest(root: Path) -> Path | None:
-    """Returns the newest launch in `root` that may be alive (`find_live`), or else the newest.
+    """Returns the newest launch in `root` that may be alive, or else the newest launch.
 
     If there is no launch, returns the newest run that was started by hand, or None.
     """
@@ -219,7 +219,7 @@ class Feed:
         )
 
     def _unless_same(self, name: str, mark: object, make: Callable[[], Any]) -> Any:
-        """Returns what `make` returned when the part `name` had this mark for the first time."""
+        """Returns the stored part `name`; if its mark has changed, `make` makes the part again."""
         if name not in self._made or self._made[name][0] != mark:
             self._made[name] = (mark, make())
         return self._made[name][1]
@@ -236,7 +236,7 @@ class Feed:
         return tuple(held.poll(over=state.state not in LIVE_STATES)), begins
 
     def _poll_stacks(self, run: Path | None, state: RunState) -> Mapping[int, Any]:
-        """Returns the newest dump of each rank, except dumps of former processes."""
+        """Returns the newest dump of each rank, except dumps of former processes, if wanted."""
         if run is None or not self.wants_stacks:
             return {}
         pids = {rank.rank: rank.pid for rank in state.ranks}

@@ -24,8 +24,9 @@ LISTS = ("launch", "stall", "logs")
 class Key:
     """One row of the table: the keys of one function.
 
-    The footer shows the `label`, if any; a narrow footer drops the lowest weights. `button` is the
-    label on the action bar; `actions` are the actions that the key asks about.
+    The footer shows the `label`, if any; a narrow footer drops the keys with the lowest weights.
+    `button` is the label on the action bar, or ""; `actions` are the actions that the key asks
+    about.
     """
 
     id: str
@@ -129,7 +130,7 @@ BUTTONS: tuple[tuple[str, str], ...] = tuple(
     for key in sorted(TABLE, key=lambda key: key.id.endswith("_view"))
     if key.button
 )
-"""The action bar: id and label of each button, the views last."""
+"""The action bar: id and label of each button; buttons that show a view are last."""
 
 
 def for_view(view: str) -> tuple[Key, ...]:

@@ -47,7 +47,7 @@ def fill(text: str, width: int, right: bool = False) -> str:
 
 
 def safe(row: Row) -> Row:
-    """Returns a row without control, escape and direction characters, as a last protection."""
+    """Returns a row with `�` for each unprintable character, for example of an escape sequence."""
     if all(text.isprintable() for text, _ in row):
         return row
     return tuple(
@@ -97,7 +97,7 @@ def rule(title: str, width: int, right: str = "", focused: bool = False, detail:
 
 
 def wrap(text: str, width: int, limit: int = 99) -> list[str]:
-    """Breaks text into at most `limit` lines of at most `width` cells, if possible at spaces."""
+    """Returns lines of at most `width` cells, broken at spaces if possible; cuts after `limit`."""
     text = " ".join(text.split())
     if not text:
         return []
@@ -119,10 +119,10 @@ def flow(text: str, first: int, width: int, limit: int) -> list[str]:
 
 
 def chop(text: str, width: int, limit: int = 20, first: int | None = None) -> list[str]:
-    """Breaks text into at most `limit` lines of at most `width` cells, if possible at spaces.
+    """Breaks text into lines of at most `width` cells, if possible at spaces; cuts after `limit`.
 
-    Unlike `wrap` it keeps the spacing within a line, because logs are often tables. It does not
-    break at a space before `first` (by default the middle of the line).
+    Unlike `wrap`, keeps the spacing within a line, because logs are often tables. Does not break at
+    a space before index `first` (by default the middle of the line).
     """
     lines: list[str] = []
     while cell_len(text) > width and len(lines) < limit - 1:
@@ -166,7 +166,8 @@ def fit(parts: Sequence[Part], width: int, gap: int = 2) -> Row:
 def changed(old: Row, new: Row, width: int) -> tuple[int, int] | None:
     """Returns where the cells that differ begin and end, or None if all cells are equal.
 
-    If one of two different rows has a character that is not one cell wide, returns the whole row.
+    If the numbers of cells and characters differ in one of two different rows, returns the whole
+    row.
     """
     if old == new:
         return None
@@ -178,7 +179,7 @@ def changed(old: Row, new: Row, width: int) -> tuple[int, int] | None:
 
 
 def _cells(row: Row, width: int) -> list[Span]:
-    """Returns one entry per cell, or [] if a character is not one cell wide."""
+    """Returns one entry per cell, or [] if the numbers of cells and characters differ."""
     held = list(chain.from_iterable(zip(text, repeat(style)) for text, style in row))
     if width_of(row) != len(held):
         return []

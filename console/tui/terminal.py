@@ -10,7 +10,7 @@ from console.tui.chartmath import Mode
 
 @dataclass(frozen=True, slots=True)
 class Terminal:
-    """The drawing mode, and the use of the mouse. A `dumb` terminal cannot show the screen."""
+    """The abilities that the screen uses. A `dumb` terminal cannot show the screen."""
 
     chart_mode: Mode = "braille"
     ascii_only: bool = False

@@ -40,10 +40,10 @@ at the end of the view."""
 class Shape:
     """The layout of the Dashboard: heights of top and log, width of the figures, number of charts.
 
-    The top has the ranks and, to their right, the figures. The charts fill the height between top
-    and log, in rows of `per_row` charts. `beside` is the height of the log if it is in the top,
-    below the ranks; `log` is then 0. `below` is the height of the figures if they are below the
-    ranks, over the whole width, or else 0.
+    The top has the ranks and the figures. The charts fill the height between top and log, in rows
+    of `per_row` charts. `beside` is the height of a log in the top, below the ranks; `log` is then
+    0. `below` is the height of figures below the ranks, over the whole width; if it is 0, any
+    figures are to the right of the ranks.
     """
 
     top: int
@@ -194,7 +194,7 @@ class Dashboard(View):
                lambda path: self.console.say(f"charts saved in {path}"))  # fmt: skip
 
     def choose(self, titles: Sequence[str]) -> None:
-        """Shows these charts in this order, or the default charts if there are none."""
+        """Shows these charts in this order, or the default charts if `titles` is empty."""
         if tuple(titles) != tuple(self.choice):
             self.choice, self.selected = titles, None
             self.draw_again()
@@ -219,7 +219,7 @@ class Dashboard(View):
     do_left, do_right = partialmethod(_step, -1), partialmethod(_step, 1)
 
     def do_zoom(self) -> None:
-        """Shows the selected chart in the whole view, or all charts again."""
+        """Shows the selected or else the first chart in the whole view, or all charts again."""
         if not self._charts:
             self.console.say("there is no chart yet", "error")
             return

@@ -21,7 +21,7 @@ from trainers.contract import flags as registry
 
 WIDE = 110
 LEAST_FLAGS, LEAST_HEIGHT = 7, 18
-"""Number of rows that other panels leave to the list of flags if possible, with its heading; least
+"""Number of rows that other panels leave, if possible, to the list of flags and its heading; least
 height of a view that shows facts about the training."""
 
 
@@ -51,7 +51,7 @@ class FlagList(Picker):
 
 
 class Launch(Scrolls, View):
-    """The view of a launch in progress, or else of the draft of a launch."""
+    """Shows a launch in progress, or else the draft, and parts of an ended launch, if any."""
 
     DEFAULT_CSS = """
     Launch { layout: vertical; }
@@ -66,7 +66,7 @@ class Launch(Scrolls, View):
         self.draft = console.draft
         self._items: list[flag_list.Item] = []
         self._later = "next"
-        """The phases for which changed flags are sent to a launch in progress."""
+        """The phases to which changed flags of a launch in progress apply: "next" or "all"."""
         self._plan = Box(id="plan")
         self._phases = Panel("phases", self._phase_rows)
         self._training = Panel("training", self._training_rows)
@@ -109,13 +109,14 @@ class Launch(Scrolls, View):
     def _shown(self, snapshot: ScreenData) -> tuple[RunState, LaunchState] | None:
         """Returns the run and launch whose command and flags are shown; None means the draft's.
 
-        A launch that has ended is shown if its plan has no file, as that of a drill or `--config`.
+        A launch that has ended is returned only if its plan cannot be prepared: for example, the
+        plan of a drill or of `--config` has no file.
         """
         has_no_file = self.draft.plan is None and self.draft.trouble
         return live_launch(snapshot) or (self._ended(snapshot) if has_no_file else None)
 
     def _training_rows(self, snapshot: ScreenData, width: int, height: int) -> list[Row]:
-        """Returns facts about the prepared training, or no row for a launch in progress."""
+        """Returns facts about the draft's training, or no row while a launch is in progress."""
         prepared = self.draft.prepared
         if prepared is None or live_launch(snapshot):
             return []
@@ -140,7 +141,8 @@ class Launch(Scrolls, View):
     def _check_rows(self, snapshot: ScreenData, width: int, height: int) -> list[Row]:
         """Returns the gates of a launch in progress, or else the checks of the draft.
 
-        The gates of a run that has ended are shown above the checks, in at most half the height.
+        The gates of a run that has ended are shown above the checks, in at most half the height
+        unless the height is `WHOLE`.
         """
         state, rows = snapshot.state, []
         is_live, is_whole = live_launch(snapshot) is not None, height >= WHOLE
@@ -232,7 +234,7 @@ class Launch(Scrolls, View):
         return self._items[cursor] if 0 <= cursor < len(self._items) else None
 
     def do_toggle(self) -> None:
-        """Changes the value under the cursor, or opens a field if a value must be typed."""
+        """Changes the value under the cursor, or opens a field if the value must be typed."""
         item, live = self._chosen(), live_launch(self.snapshot)
         if item is None or self.snapshot is None:
             return
@@ -287,7 +289,8 @@ class Launch(Scrolls, View):
     ) -> None:  # fmt: skip
         """Sends a changed flag to the launch for which it was chosen, or stores it in the draft.
 
-        The planned value undoes the change, except in a launch if it is for all later phases.
+        The planned value undoes the change, except in a launch whose changes apply to all later
+        phases.
         """
         if name == flag_list.BETWEEN.name:
             self.draft.between = value or "ask"

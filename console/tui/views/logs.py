@@ -38,8 +38,8 @@ class LogPane(Panel, can_focus=True):
 class LogView(Scrolls, View):
     """The view of log lines. `bottom` is the number of the line below the last displayed line.
 
-    `bottom` is None while the view follows the log; `at` is the number of the found line. Lines
-    are numbered by arrival, so the displayed part stays in place when new lines come.
+    `bottom` is None while the view follows the log; `at` is the number of the found line, or None.
+    Lines are numbered by arrival, so the displayed part stays in place when new lines come.
     """
 
     DEFAULT_CSS = "LogView { layout: vertical; }"
@@ -74,11 +74,11 @@ class LogView(Scrolls, View):
 
     @property
     def end(self) -> int:
-        """The number of lines above the view's lower edge; the view is full if there are enough."""
+        """The number of lines above the view's lower edge; if possible, enough to fill the view."""
         return max(min(self.seen, len(self._lines)), self._index(self.bottom))
 
     def scroll_to_line(self, end: int) -> None:
-        """Shows the lines before `end`; at the end of the log, the view follows again."""
+        """Shows the lines before index `end`; at the end of the log, the view follows again."""
         end = max(min(self.seen, len(self._lines)), end)
         self.bottom = None if end >= len(self._lines) else self._lines[end][0]
         self.pane.redraw()

@@ -51,7 +51,7 @@ def _clock(ts: float, now: float) -> str:
 def verdict_rows(
     state: RunState, width: int, height: int, now: float, last: Verdict | None = None
 ) -> list[Row]:
-    """Returns the verdict, or why there is none and the past verdict, in at most `height` lines."""
+    """Returns the verdict, or else the state and the past verdict, in at most `height` lines."""
     past, verdict, room = past_verdict(state, last), state.verdict, width - len(VERDICT)
     if verdict is not None and past is None:
         is_stalled = state.state == "stalled"
@@ -104,7 +104,7 @@ def heading(state: RunState) -> str:
 
 
 def rank_rows(state: RunState, stacks: Mapping[int, Stack], width: int, now: float) -> list[Row]:
-    """Returns one row per rank; marks the rank to blame, and the ranks at a lower step."""
+    """Returns one row per rank; marks the blamed rank, and the ranks below the highest step."""
     rows, layout = [], _layout(state)
     left = max(0, width - sum(abs(cell) + 1 for _, cell in layout) - MARK_WIDTH)
     newest = max((rank.pulse.step for rank in state.ranks if rank.pulse), default=0)
@@ -215,11 +215,11 @@ def grouped(stacks: Mapping[int, Stack], ranks: Sequence[int], odd: int | None) 
 def stack_rows(
     groups: Sequence[Group], odd: int | None, width: int, height: int, now: float, first: int = 0
 ) -> list[Row]:
-    """Returns one column per group from the group `first` on, innermost frames on top.
+    """Returns one column per group, from the group `first` on, innermost frames on top.
 
-    Only stacks of the newest dump are compared; if they are all the same, no group is marked. The
-    group of the blamed rank `odd` is marked. If no rank is blamed, and one group has most of the
-    ranks, the other groups are marked.
+    Only groups of the newest dump are compared; if there is only one, no group is marked. Otherwise
+    the group of the blamed rank `odd` is marked. If no rank is blamed, and one group has most of
+    the ranks, the other groups are marked.
     """
     newest = max(stack.ts for _, stack in groups if stack)
     sizes = [len(ranks) for ranks, stack in groups if stack and stack.ts == newest]
@@ -295,7 +295,7 @@ class StacksPanel(Panel):
 
 
 def _of_verdict(draw: Callable[..., list[Row]]) -> Draw:
-    """Returns a `Draw` that also passes the newest stored verdict to `draw`."""
+    """Returns a `Draw` that passes the run and the newest stored verdict to `draw`."""
     return lambda data, width, height: (
         draw(data.state, width, height, data.now, data.last_verdict) if data.state else []
     )

@@ -15,13 +15,13 @@ from console.tui.widgets.picker import Reader
 
 
 class Main(Screen[None], inherit_bindings=False):
-    """The only Textual screen. A change of focus repaints two widgets, not the whole screen."""
+    """The only Textual screen. A change of focus repaints at most two widgets."""
 
     BLANK = True
     focused = Reactive[Widget | None](None, repaint=False)
 
     def on_resize(self) -> None:
-        """Draws again, before the layout, the rows that depend on the size of the screen."""
+        """Makes the rows of each `Wrapped` and `Reader` again, before the layout."""
         for each in (*self.query(Wrapped), *self.query(Reader)):
             each.fit()
 
@@ -35,8 +35,8 @@ class Body(Box):
 class View(Box):
     """One of the four views between the alert line and the action bar.
 
-    The method `do_<id>` executes the key `<id>`. The app looks for the method in the view first,
-    unless an overlay is open or the key has a `question`.
+    The method `do_<id>` executes the key `<id>`. For a key of this view, the app looks for the
+    method in the view first, unless an overlay is open or the key has a `question`.
     """
 
     DEFAULT_CSS = "View { height: 1fr; width: 1fr; }"
@@ -55,7 +55,7 @@ class View(Box):
             panel.take(snapshot)
 
     def fit_panels(self) -> None:
-        """Sets the sizes of the panels for the snapshot."""
+        """Sets the sizes of the panels for the snapshot; by default does nothing."""
 
     def on_resize(self) -> None:
         """Draws the view again if its size differs from the size of the last drawing."""
@@ -68,7 +68,7 @@ class View(Box):
             self.take(self.snapshot)
 
     def focus_default(self) -> None:
-        """Sets the focus, for example when the view is shown."""
+        """Sets the focus, for example when the view is shown; by default does nothing."""
 
     def copied(self) -> str:
         """Returns the text that the key `y` copies."""

@@ -27,7 +27,7 @@ from console.tui.widgets.lines import Panel
 BLOCKED_S = 2.0
 SILENT_S = 5.0
 MOST_LINES, SHARE = 4, 5
-"""Most lines of the notice, and the part of the screen that it may take: one line in `SHARE`."""
+"""Most lines of the notice: `MOST_LINES`, but not more than one in `SHARE` lines of the screen."""
 LEAST_ROOM = 24
 """Least width of the text to the left of the keys; if there is less room, no keys are shown."""
 WORDS: dict[Level, str] = {"crit": "! CRIT", "warn": "! WARN", "info": "  info"}
@@ -37,7 +37,8 @@ WORDS: dict[Level, str] = {"crit": "! CRIT", "warn": "! WARN", "info": "  info"}
 class Notice:
     """One message of the alert line: an alert, a late action, or a fact on run, launch or screen.
 
-    `hint` names the keys that help; `alert` is the id of the alert that A acknowledges.
+    `hint` names the keys that help, or is ""; `alert` is the id of the alert that A acknowledges,
+    or "".
     """
 
     level: Level
@@ -146,8 +147,8 @@ def _of_gates(gates: tuple[Gate, ...]) -> list[Notice]:
 def alert_rows(found: list[Notice], width: int, at: int = 0, limit: int = 1) -> list[Row]:
     """Returns one of the notices in at most `limit` lines, or a neutral line if there is none.
 
-    If there is room, the first line ends with the keys, and text that does not fit to the left of
-    the keys goes below.
+    If there is room, the first line ends with the keys. Text that does not fit to the left of the
+    keys is in the next lines, or is cut.
     """
     if not found:
         return [(("  no alert", "dim"),)]
@@ -169,7 +170,8 @@ def alert_rows(found: list[Notice], width: int, at: int = 0, limit: int = 1) -> 
 class AlertLine(Panel):
     """Shows one notice; `A` acknowledges its alert. When notices come or go, the first is shown.
 
-    The alert line has as many lines as the notice needs, within `MOST_LINES` and `SHARE`.
+    The alert line has as many lines as the notice needs, within `MOST_LINES` and `SHARE`. In the
+    Stall view, it has one line if the notice repeats the verdict.
     """
 
     notice: Notice | None = None

@@ -18,7 +18,7 @@ WIDTH, HEIGHT = 80, 24
 
 @cache
 def footer_row(view: str, width: int, small: bool = False) -> Row:
-    """Returns the keys that fit; the least needed are left out. `small` puts a warning first."""
+    """Returns the keys that fit; the lowest weights are left out. `small` puts a warning first."""
     parts: list[Part] = [(10, [((f"too small, use {WIDTH}×{HEIGHT}", "warn"),)])] if small else []
     for key in for_view(view):
         style = "now" if key is TABLE[VIEWS.index(view)] else ""
@@ -43,7 +43,7 @@ class Footer(Wrapped):
 
 
 class ActionBar(Box):
-    """The buttons of the most used actions: press one with Tab and Enter, a click, or its key."""
+    """The buttons of the most used keys. Tab and Enter, a click, or the key presses a button."""
 
     DEFAULT_CSS = "ActionBar { layout: horizontal; height: 1; }"
 
@@ -57,7 +57,7 @@ class ActionBar(Box):
         yield from self._buttons.values()
 
     def take(self, snapshot: ScreenData) -> None:
-        """Disables the buttons whose `question` raises CannotAsk."""
+        """Disables each button whose `question` raises CannotAsk; enables the other buttons."""
         for key_id, button in self._buttons.items():
             if question := KEYS[key_id].question:
                 try:

@@ -35,8 +35,8 @@ def chart_rows(
 ) -> list[Row]:  # fmt: skip
     """Returns the title, the body with its value axis and, if there is room, the time axis.
 
-    `at` is the time of the crosshair, or None if there is no crosshair. `former` has the curves of
-    the former drawing.
+    Without data, returns only the title. `at` is the time of the crosshair, or None if there is no
+    crosshair. `former` has the curves of the former drawing.
     """
     held = [points for name in chart.names if (points := series.get(name))]
     start, span = window
@@ -84,8 +84,8 @@ def _window_words(span: int, width: int) -> str:
 def _note(chart: Chart, series: Mapping[str, Points], width: int) -> str:
     """Returns the newest value, or for several series the range of the newest values.
 
-    For layers, returns mean and lowest layer; for a chart that `is_over`, returns "–". If the
-    newest value is old, its age comes first.
+    For layers, returns the mean and, if there is room, the lowest layer. For a chart that
+    `is_over`, returns "–" as the value. If the newest value is old, its age comes first.
     """
     old, wide = _old(chart, series), width >= WIDE
     now = old or "now " * wide
@@ -105,7 +105,7 @@ def _note(chart: Chart, series: Mapping[str, Points], width: int) -> str:
 
 
 def _old(chart: Chart, series: Mapping[str, Points]) -> str:
-    """Returns the age of the newest value if other charts have much newer values, or else ""."""
+    """Returns the age of the newest value if another series has a much newer value, or else ""."""
     newest = max((points[-1][0] for points in series.values() if points), default=0.0)
     own = max((series[name][-1][0] for name in chart.names if series.get(name)), default=newest)
     return f"{fmt.age(newest - own)} old: " if newest - own > OLD_S else ""
@@ -162,7 +162,7 @@ def zoomed_rows(
 
 
 def _reading(chart: Chart, series: Mapping[str, Points], at: float | None, now: float) -> Row:
-    """Returns time, age and value at the crosshair; if there is no crosshair, returns the keys."""
+    """Returns time, age and value at the crosshair, or the keys if there is no such value."""
     held = [nearest(points, at) for name in chart.names if (points := series.get(name))]
     if at is None or not held:
         return ((HINT, "dim"),)
@@ -223,7 +223,8 @@ class ChartPanel(Panel):
     """A chart that is drawn again only if its points, age, window, size or options change.
 
     The window follows from the points of all shown charts, so that charts side by side have one
-    time axis. A zoomed chart is also drawn again every second, because it shows an age.
+    time axis. A zoomed chart is also drawn again with the first snapshot of each second, because
+    the chart shows an age.
     """
 
     def __init__(self, id: str, mode: Mode):
@@ -233,7 +234,7 @@ class ChartPanel(Panel):
         self.span_s = 0
         self.selected = self.zoomed = False
         self.at: float | None = None
-        """The time of the crosshair."""
+        """The time of the crosshair, or None if there is no crosshair."""
         self.window: Window = (0.0, chartmath.AUTO_MAX_S)
         self._mark: object = None
         self._drawn: Sequence[Row] = ()

@@ -91,7 +91,7 @@ class Chooser(Reader):
 
 
 class ChartList(Reader):
-    """Lists the charts, and calls `then` with the chosen titles in order; () means the defaults."""
+    """Lists the charts; enter calls `then` with the chosen titles in order, () for the defaults."""
 
     def __init__(self, shown: Sequence[str], then: Callable[[Sequence[str]], object]):
         self._shown, self._then = list(shown), then
@@ -106,7 +106,7 @@ class ChartList(Reader):
         ]  # fmt: skip
 
     def do_toggle(self) -> None:
-        """Shows the chart under the cursor after the other charts, or hides it."""
+        """Adds the chart under the cursor to the end of the choice, or removes the chart."""
         title = CATALOG[self.list.cursor].title
         if title in self._shown:
             self._shown.remove(title)

@@ -33,8 +33,8 @@ def question_rows(question: Question, width: int) -> list[Row]:
 class Confirm(Overlay):
     """Asks a question; calls `then` with the choice, but not for the default No or for Escape.
 
-    The facts of an open question do not change. While the terminal is too small to show them all,
-    only No works.
+    The facts of an open question do not change. While the terminal is too small to show all facts,
+    no choice works.
     """
 
     DEFAULT_CSS = """
@@ -52,7 +52,7 @@ class Confirm(Overlay):
         self._is_readable = False
 
     def _rows(self, width: int) -> list[Row]:
-        """Returns the facts; or, if they do not all fit, that the terminal is too small."""
+        """Returns the title and the facts, or a sentence if the terminal is too small for them."""
         rows = question_rows(self.question, width)
         room = MOST_SHARE * self.app.size.height // 100 - 3 - bool(self.question.typed)
         self._is_readable = width >= LEAST_WIDTH and len(rows) <= room

@@ -19,7 +19,7 @@ BETWEEN = Flag(
     Key(("ask", "go"), "ask", 0, 0, "wait for L, or start the next phase if all gates passed"),
     "launch.between",
 )
-"""The choice `between` of a launch, which the list shows as its first flag."""
+"""The choice `between` of a launch, which the list of a draft shows as its first flag."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,13 @@ class Item:
     flag: Flag
     now: str
     planned: str | None
-    """The planned value in the next phase; None if there is no next phase or no known value."""
+    """The planned value in the next phase; None without a next phase or without known values."""
     held: str | None = None
     """The value that the operator set for the next phase, or None."""
 
     @property
     def following(self) -> str | None:
-        """The value in the next phase; None if there is no next phase or no known value."""
+        """The value in the next phase, or None if it is not known."""
         return self.planned if self.held is None else self.held
 
     @property

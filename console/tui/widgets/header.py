@@ -18,7 +18,7 @@ PUNCTUAL_S = 2.5
 
 
 def header_row(snapshot: ScreenData, width: int, late_s: float = 0.0, paused: bool = False) -> Row:
-    """Returns the header for a width; the least important parts are left out first."""
+    """Returns the header for a width; the least important parts are shortened first."""
     state = snapshot.state
     if state is None:
         return fit([_part(9, "strong", "NSA console"), _part(8, "dim", "no run")], width)
@@ -55,7 +55,7 @@ def _names(state: RunState) -> list[str]:
 
 
 def _state(state: RunState, now: float) -> tuple[str, str]:
-    """Returns the style and the word of a state."""
+    """Returns the style and the word of the state, for some states with a duration."""
     launch, own = state.launch, state.own_phase
     if launch and launch.state == "waiting" and (own is None or own.index == launch.phase):
         return STATE_STYLE["waiting"], "WAITING"
@@ -69,7 +69,7 @@ def _state(state: RunState, now: float) -> tuple[str, str]:
 
 
 def _still_s(state: RunState) -> float | None:
-    """Returns the time since the blamed rank's pulse changed; without a blamed rank, any pulse."""
+    """Returns the time of the blamed rank in its phase; if no rank is blamed, the least time."""
     blamed = state.verdict.rank if state.verdict else None
     pulses = [r.pulse for r in state.ranks if r.pulse and blamed in (None, r.rank)]
     return min((p.since_s for p in pulses if p.since_s is not None), default=None)

@@ -19,7 +19,7 @@ WORDS = (
 
 
 def help_rows(view: str, width: int) -> list[Row]:
-    """Returns the keys of a view; the last row names the document that explains the words."""
+    """Returns the keys of a view; the last row names the page that explains the words."""
     rows: list[Row] = [((line, "dim"),) for line in wrap(WORDS, width)]
     for key in for_view(view):
         names = " ".join(NAMES.get(name, name) for name in key.keys)

@@ -114,7 +114,7 @@ class Lines(Plain):
 
 
 class Wrapped(Lines):
-    """Lines that are as high as the rows that `draw` returns for the width of the screen."""
+    """Lines with as many rows as `draw` returns for the width of the screen."""
 
     def __init__(self, id: str, draw: Callable[[int], Sequence[Row]]):
         super().__init__(id=id)
@@ -137,14 +137,14 @@ Draw = Callable[[ScreenData, int, int], Sequence[Row]]
 
 
 def of_run(draw: Callable[[RunState, int, int, float], Sequence[Row]]) -> Draw:
-    """Returns a `Draw` that calls `draw` with run, width, height and time, if there is a run."""
+    """Returns a `Draw` that calls `draw` with run, width, height and time; [] without a run."""
     return lambda data, width, height: (
         draw(data.state, width, height, data.now) if data.state else []
     )
 
 
 class Panel(Lines):
-    """Lines that are drawn from the newest snapshot, for the panel's present size."""
+    """Lines that a panel draws from its last snapshot, for its present size."""
 
     snapshot: ScreenData | None = None
 

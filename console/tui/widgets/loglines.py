@@ -19,7 +19,7 @@ _MARKS = (
 
 
 def line_style(text: str) -> str:
-    """Returns the style for the log level that a line contains."""
+    """Returns the style for the log level near the start of a line, or ""."""
     head = text[:160]
     return next((style for style, words in _MARKS if any(w in head for w in words)), "")
 
@@ -53,7 +53,7 @@ class LogBook:
 
 
 def newest_rows(book: LogBook, width: int, height: int) -> list[Row]:
-    """Returns a heading and the newest lines."""
+    """Returns a heading and the newest lines, each in one row."""
     rows = [rule("log", width, "4 shows all lines")]
     if not book.lines:
         rows.append((("no log lines yet", "dim"),))

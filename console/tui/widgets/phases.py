@@ -26,7 +26,7 @@ from console.tui.widgets.lines import WHOLE
 
 STEPS = 12
 CELL = 38
-"""Least width of a column of gates or checks."""
+"""Least width in cells of one of several columns of gates or checks."""
 CHECKS = "preflight"
 SIGNS = {"fail": ("✗", "crit"), "unknown": ("?", "warn"), "pass": ("✓", "ok"), "": ("·", "dim")}
 """Sign and style of a result, the worst first; "" stands for a result that is not known yet."""
@@ -45,9 +45,9 @@ def phase_rows(
 ) -> list[Row]:  # fmt: skip
     """Returns the phases with their states.
 
-    A low panel shows only the phases around the current phase. If there is room, the panel also
-    shows what one phase proves: the current phase, or the next phase if the current phase has
-    completed. With `WHOLE` as height, it shows what each phase proves, and why it has its state.
+    A low panel shows only the phases around the current phase or, if the current phase has
+    completed, around the next phase. If there is room, the panel also shows what this phase proves.
+    With `WHOLE` as height, the panel shows what each phase proves, and why it has its state.
     """
     is_whole = height >= WHOLE
     finished = bool(phases) and phases[current].state == "completed"
@@ -107,7 +107,7 @@ def _phase_row(
 def gate_rows(
     gates: Sequence[Gate], bounds: Mapping[str, str], width: int, height: int, heading: str
 ) -> list[Row]:
-    """Returns the gates with value and bound, failed gates first, in as many columns as fit.
+    """Returns the gates with value and bound, failed gates first, as `grid` arranges them.
 
     If no gate was evaluated yet, only the bounds are shown.
     """

@@ -24,7 +24,7 @@ END = 1 << 40
 
 
 class Picker(Lines, can_focus=True):
-    """A heading and the items that fit; `cursor` is the chosen item, -1 if none can be chosen."""
+    """A heading and the items that fit; `cursor` is the chosen index, -1 if none can be chosen."""
 
     def __init__(self, id: str, title: str = "", cursor: bool = True):
         super().__init__(id=id)
@@ -107,7 +107,7 @@ class Scrolls:
 
     @property
     def page(self) -> int:
-        """The number of rows on the screen, 1 before the widget is mounted."""
+        """The number of rows of the list on the screen, 1 before the widget is mounted."""
         widget: Any = self
         return next((picker.room for picker in widget.query(Picker)), 1)
 

@@ -24,7 +24,8 @@ BAR = ""
 def rank_rows(state: RunState, width: int, height: int, _now: float = 0.0) -> list[Row]:
     """Returns a heading and a row per rank, or per GPU before a rank has started.
 
-    If not all ranks fit, the worst come first, and the last row has the number of the others.
+    If not all ranks fit, only the worst are shown, the worst first, and the last row has the number
+    of the others.
     """
     has_gpus = bool(state.gpus) or any(rank.gpu is not None for rank in state.ranks)
     idle = [Rank(gpu.index, state.host, 0, "", None, None, None, gpu) for gpu in state.gpus]
@@ -145,9 +146,9 @@ def lives(state: RunState, rank: Rank) -> bool:
 
 
 def unmeasured(rank: Rank, state: RunState) -> Rank:
-    """Returns a rank without its last measurements.
+    """Returns a rank without its ages, its CPU use and its memory.
 
-    If the run has ended, the measurements of its GPU are removed too.
+    If the run has ended, the use, power, memory use and temperature of the GPU are removed too.
     """
     pulse, gpu = rank.pulse and replace(rank.pulse, since_s=None), rank.gpu
     if gpu is not None and state.state not in LIVE_STATES:
