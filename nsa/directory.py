@@ -99,7 +99,9 @@ def _with_weights(config: ModelConfig, weights: dict[str, Tensor]) -> Transforme
 
 def model_config(values: Any, kind: type = ModelConfig) -> Any:
     """Returns a configuration made from plain data, for example from JSON. Raises ValueError."""
-    types, found = get_type_hints(kind), dict(values if isinstance(values, dict) else {})
+    if not isinstance(values, dict):
+        raise ValueError(f"{kind.__name__} must be a mapping; got {values!r:.40}")
+    types, found = get_type_hints(kind), dict(values)
     for name in [name for name in types if name in found]:
         hint, value, choices = types[name], found[name], get_args(types[name])
         if hint is NSAConfig:

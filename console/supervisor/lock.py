@@ -6,7 +6,6 @@ directory has the token but no flock, and another launch at the same path has an
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import time
@@ -70,8 +69,11 @@ class LaunchLock:
         except OSError:  # the path cannot be read now, so the last result stays
             return self._lost
         if same:
-            with contextlib.suppress(OSError), jsonl.opened(self._path) as fd:
-                same = jsonl.text(read(fd), "token") == self.token
+            try:
+                with jsonl.opened(self._path) as fd:
+                    same = jsonl.text(read(fd), "token") == self.token
+            except OSError:
+                return self._lost
         self._lost = "" if same else (
             f"stop the run with kill -TERM {self._pid}, or move {self._path.parent} back: the "
             "directory was moved, replaced or removed (its lock is not this launch's), so the "

@@ -81,7 +81,7 @@ TABLE: tuple[Key, ...] = (
     Key("launch_view", ("2",), "Launch: phases, flags now and next, command, checks", "Launch", 9),
     Key("stall_view", ("3",), "Stall: the verdict, its evidence, the stack of each rank", "Stall",
         9, button="Diagnose"),
-    Key("logs_view", ("4",), "Logs of all ranks: follow, find, filter", "Logs", 9),
+    Key("logs_view", ("4",), "All logs, merged or one at a time: follow, find, filter", "Logs", 9),
     *map(_of_actions, action_table.KEYS),
     Key("flags", ("E",), "Go to the flags of the next phase", "flags", 3, button="Flags"),
     Key("choose", ("o",), "Open: choose a run to watch, or a plan to launch", "open", 2),
@@ -106,9 +106,9 @@ TABLE: tuple[Key, ...] = (
     Key("find_next", ("n",), "Next line with the searched text", views=("logs",)),
     Key("find_previous", ("N",), "Previous line with the searched text", views=("logs",)),
     Key("left", ("left",), "Dashboard: previous chart, or crosshair of the zoomed chart. "
-        "Stall: stacks to the left. Logs: previous rank", views=("dashboard", "stall", "logs")),
+        "Stall: stacks to the left. Logs: previous log", views=("dashboard", "stall", "logs")),
     Key("right", ("right",), "Dashboard: next chart, or crosshair of the zoomed chart. "
-        "Stall: stacks to the right. Logs: next rank", views=("dashboard", "stall", "logs")),
+        "Stall: stacks to the right. Logs: next log", views=("dashboard", "stall", "logs")),
     Key("down", ("down", "j"), "Down", views=LISTS),
     Key("up", ("up", "k"), "Up", views=LISTS),
     Key("page_down", ("pagedown",), "A page down", views=LISTS),

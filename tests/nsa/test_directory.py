@@ -60,9 +60,12 @@ HARMS = {
     "does not have the model_type 'nsa'": lambda path: (path / "config.json").write_text(
         '{"model_type": "llama", "hidden_size": 64}'
     ),
-    "missing 7 required": lambda path: (path / "config.json").write_text('{"model_type": "nsa"}'),
+    "ModelConfig must be a mapping; got None": lambda path: (path / "config.json").write_text(
+        '{"model_type": "nsa"}'
+    ),
     "unexpected keyword argument 'depth'": lambda path: change(path, depth=3),
     "missing 1 required keyword-only argument: 'dim'": lambda path: change(path, dim=None),
+    "NSAConfig must be a mapping; got 'junk'": lambda path: change(path, nsa="junk"),
     "dim must be a positive int; got '16'": lambda path: change(path, dim="16"),
     "n_layers must be a positive int; got -1": lambda path: change(path, n_layers=-1),
     "rope_base must be a positive float; got nan": lambda path: change(

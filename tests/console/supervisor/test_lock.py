@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -49,6 +50,22 @@ def test_the_sentence_on_an_overwritten_lock_says_that_a_halt_still_halts_the_ra
         said = owned.lost()
     assert "the supervisor ignores requests and .HALT there" in said
     assert "halts the ranks while the run directory is at its path" in said
+
+
+def test_a_lock_that_cannot_be_read_does_not_change_the_last_answer(tmp_path):
+    path, limits = tmp_path / rundir.LOCK, resource.getrlimit(resource.RLIMIT_NOFILE)
+    with path.open("w+b") as file:
+        lock.claim(file.fileno(), "one", "ann")
+        owned, written = lock.LaunchLock(tmp_path, file.fileno()), path.read_bytes()
+        for content in (b"{}", written):
+            path.write_bytes(content)
+            known = owned.lost()
+            resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+            try:
+                assert owned.lost() == known
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            assert bool(known) == (content == b"{}")
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"token": 7}', b"\xff" * 9000])
