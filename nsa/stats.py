@@ -84,7 +84,7 @@ def selection_stats(p_sel: Tensor, blocks: Tensor, config: NSAConfig) -> dict[st
 def over_layers(layers: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Returns a model's statistics: the means over its layers.
 
-    For the entropy, the result also has the value of each layer, and the lowest value of all.
+    For the entropy, the result also has the mean of each layer, and the lowest value in any layer.
     """
     together = {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}
     entropy = together.pop("gate_entropy")
