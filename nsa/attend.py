@@ -117,9 +117,9 @@ class _Folded(torch.autograd.Function):
 def _cut(q: Tensor, k: Tensor, window: int) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yields three values for each fold: its rows, its keys, and the mask.
 
-    The keys are those that at least one row of the fold sees. With a window, one more key may
-    precede these keys, and the mask hides that key from all rows. So for w = 512, the number of
-    keys of a whole fold is a multiple of 64.
+    Without a window, the keys are those that at least one row of the fold sees. With a window, one
+    more key may precede these, and the mask hides that key from all rows. So for w = 512, the
+    number of keys of a whole fold is a multiple of 64.
     """
     heads = q.shape[1] // k.shape[1]
     for begin in range(0, q.shape[2], FOLDED_TOKENS):
