@@ -36,7 +36,7 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 class NSAttention(nn.Module):
-    """A layer of `nsa_attention`: it projects queries, keys, values, gates and the output.
+    """A layer of `nsa_attention`, with projections of the input and of the output.
 
     `fallbacks` has, by reason (`Route.fallback`), how often a route with a fallback was chosen;
     calls that torch.compile traces are not counted. `nvtx` marks the branches as ranges for Nsight
@@ -109,7 +109,7 @@ class NSAttention(nn.Module):
         """
         y = self.qkv(x)
         if x.device.type == "cpu":
-            # CPU kernels are no faster in low precision, and each rounding costs accuracy.
+            # On a CPU the attention is computed in float32, because each rounding costs accuracy.
             y = upcast_fp32(y)
         q, *kv = self.qkv.split(y)
         kv = [split_heads(part, self.config.n_kv_groups) for part in kv]

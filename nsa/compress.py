@@ -1,6 +1,6 @@
-"""The compressed branch: attention to summaries of blocks (eq. 7), and its scores (eq. 8, 10).
+"""The compressed branch: attention to summaries of blocks (eq. 7), and p_cmp (eq. 8, 10).
 
-The scores decide which blocks are selected. Therefore this branch computes in float32 or wider,
+p_cmp decides which blocks are selected. Therefore this branch computes in float32 or wider,
 whatever the dtype of the model, and also under autocast.
 """
 
@@ -22,7 +22,7 @@ Draw = Callable[[Tensor, float], None]
 """A function that fills a weight from a normal distribution with this standard deviation."""
 
 CHUNK = 768
-"""Most tokens in a chunk of the attention, which reads only blocks that a token of it sees."""
+"""Most tokens in a chunk of the attention; blocks that no token of a chunk sees are left out."""
 SCORE_CHUNK = 512
 """Most tokens in a chunk of the scores."""
 
@@ -155,9 +155,9 @@ def _seeing(
 
     Each item has three values: the rows, the number of blocks that the last row sees, and the mask.
     Block i ends with token i · d + l - 1, so token t sees it if i · d ≤ t - (l - 1). This is a
-    causal mask of queries at t - (l - 1), here `latest`, and keys at 0, d, 2 · d, …; with l = 32
-    and d = 16, token 47 is at 16 and sees the blocks 0 and 1. For a chunk of one query, the mask is
-    None. `start` and `end` are rows of `q`.
+    causal mask of queries at t - (l - 1), which is `latest` for row `start`, and keys at 0, d, 2 ·
+    d, …; with l = 32 and d = 16, token 47 is at 16 and sees the blocks 0 and 1. For a chunk of one
+    query, the mask is None. `start` and `end` are rows of `q`.
     """
     begin, like = max(size - 1 - first, 0), upcast_fp32(k[:, :, :0])
     for start in range(begin, q.shape[2] if k.shape[2] else 0, chunk):

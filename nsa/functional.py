@@ -109,9 +109,9 @@ def _extended(
     """Appends the next tokens to the cache.
 
     Returns two values: keys and values of the selected and the window branch, and the compressed
-    blocks. Before and after the call, the cache has the blocks that are complete, and at least the
-    unrotated rows from the first token of the next block on. Raises ValueError for the cache of
-    another configuration.
+    blocks. Before and after the call, the cache has the compressed blocks that are complete, and of
+    the compressed branch at least the rows from the first token of the next block on. Raises
+    ValueError for the cache of another configuration.
     """
     if cache.config != config:
         raise ValueError(f"the cache is for {cache.config}, not for {config}; make a new cache.")

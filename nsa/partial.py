@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def _operator(name: str) -> Any:
-    """Returns a private operator of torch, or None if torch lacks it or its mask parameter."""
+    """Returns a private operator of torch, or None if the operator or its mask is missing."""
     found = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{name}", None)
     if found is None or "attn_mask" not in {x.name for x in found.default._schema.arguments}:
         return None
