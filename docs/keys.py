@@ -10,17 +10,17 @@ from console.tui.keys import NAMES, TABLE, VIEWS
 TEXT = f"""\
 # Keys
 
-Generated from the tables in `console/action_table.py` and `console/tui/keys.py`. The keys
-`{" ".join(KEYS)}` are actions. The screen asks for confirmation before an action, and No is the
-default. The row of a key with several actions has one sentence per action; the brackets say what
-the first of these actions keeps or loses.
+This page is generated from the tables in `console/action_table.py` and `console/tui/keys.py`. The
+keys `{" ".join(KEYS)}` are for actions. The screen asks for confirmation before an action; the
+default answer is No. The row of a key with several actions has one sentence per action; the
+brackets say what the first of these actions keeps or loses.
 """
 WORDS = "The words and abbreviations of the screen are in [words.md]"
 WORDS += "(words.md#abbreviations-on-the-screen)."
 
 
 def as_markdown() -> str:
-    """Returns the document of keys in Markdown."""
+    """Returns the page on the keys, in Markdown."""
     lines = [TEXT, "| key | does | where |", "| --- | --- | --- |"]
     for key in TABLE:
         names = " ".join(f"`{NAMES.get(name, name)}`" for name in key.keys)

@@ -1,6 +1,7 @@
-"""Makes the pictures of the documents from a real run: `make pictures`.
+"""Makes the pictures of the pages, most of them from a real run: `make pictures`.
 
-Launches the plan of the end-to-end test, runs the screen without a terminal, and exports it as SVG.
+Runs the screen without a terminal, before and during a launch of the plan of the end-to-end test,
+and exports the screen as SVG.
 """
 
 from __future__ import annotations

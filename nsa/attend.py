@@ -1,9 +1,10 @@
-"""Softmax attention of grouped heads, through torch's SDPA or its CPU flash kernel (eq. 1, 2).
+"""Softmax attention of grouped heads, through torch's SDPA or `nsa.partial` (eq. 1, 2).
 
 Shapes, here and in the other modules: B sequences; H query heads; G key heads, one for each group
-of R = H/G query heads; S queries, which are the last of T tokens; Dk and Dv, the widths of a head.
+of R = H/G query heads; S queries, which are the last of T tokens; Dk, the width of a query or key;
+Dv, the width of a value.
 
-The attention is computed in the dtype of its inputs. Autocast is suspended, because autocast would
+SDPA computes in the dtype of its inputs. Around SDPA, autocast is suspended, because autocast would
 round wider inputs.
 """
 
@@ -21,7 +22,7 @@ from nsa.precision import no_autocast
 from nsa.tables import cached_table
 
 FOLDED_TOKENS = 128
-"""Tokens per fold of `attend_folded`."""
+"""Most tokens in a fold of `attend_folded`."""
 
 _ALL_BUT_FLASH = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]
 
@@ -42,8 +43,9 @@ def allowed_kernels(switches: Switches, refused: bool) -> AbstractContextManager
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     """Attention (eq. 1, 2) with an additive mask; every query must see at least one key.
 
-    `q` is `[N, H, S, Dk]`, `k` is `[N, G, T, Dk]`, `v` is `[N, G, T, Dv]`; the result is `[N, H, S,
-    Dv]`. `bias` has the values 0 and -inf, and broadcasts to `[N, H, S, T]`; None hides no key.
+    For a batch of N, `q` is `[N, H, S, Dk]`, `k` is `[N, G, T, Dk]`, `v` is `[N, G, T, Dv]`, and
+    the result is `[N, H, S, Dv]`. `bias` has the values 0 and -inf, and broadcasts to `[N, H, S,
+    T]`; None hides no key.
     """
     k, v, native = expand_kv(q, k, v)
     with no_autocast(q.device):
@@ -71,7 +73,7 @@ def attend_folded(q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
     """Computes `attend_last` with T = S on the CPU, for equal Dk and Dv.
 
     A `window` above 0 hides the tokens before the window. The tokens are cut into folds. The heads
-    of a group are rows of one product, and a fold reads only its own keys (see `_cut`).
+    of a group are rows of one product, and a fold reads only the keys that `_cut` yields.
     """
     return _Folded.apply(q, k, v, window)[0]
 
@@ -115,9 +117,9 @@ class _Folded(torch.autograd.Function):
 def _cut(q: Tensor, k: Tensor, window: int) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yields three values for each fold: its rows, its keys, and the mask.
 
-    The keys are those that at least one row of the fold sees. With a window, one more key may
-    precede these keys, and the mask hides that key from all rows. So for w = 512, the number of
-    keys of a whole fold is a multiple of 64.
+    Without a window, the keys are those that at least one row of the fold sees. With a window, one
+    more key may precede these, and the mask hides that key from all rows. So for w = 512, the
+    number of keys of a whole fold is a multiple of 64.
     """
     heads = q.shape[1] // k.shape[1]
     for begin in range(0, q.shape[2], FOLDED_TOKENS):
@@ -177,8 +179,8 @@ def additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
 def expand_kv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, bool]:
     """Returns three values: keys and values for SDPA, and whether SDPA expands both to all heads.
 
-    SDPA's CPU flash kernel expands keys and values without a copy, also in the backward. On other
-    devices, the kernels that accept a mask do not expand keys and values.
+    On a CPU with Dk = Dv, SDPA's flash kernel expands keys and values without a copy, also in the
+    backward. In all other cases with fewer key heads, this function copies them.
     """
     if q.shape[1] == k.shape[1] or (q.device.type == "cpu" and q.shape[-1] == v.shape[-1]):
         return k, v, q.shape[1] != k.shape[1]

@@ -36,10 +36,11 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 class NSAttention(nn.Module):
-    """A layer of `nsa_attention`: it projects queries, keys, values, gates and the output.
+    """A layer of `nsa_attention`, with projections of the input and of the output.
 
-    `fallbacks` counts the fallbacks of all calls that torch.compile does not trace, by reason
-    (`Route.fallback`). `nvtx` marks the branches as ranges for Nsight Systems.
+    `fallbacks` has, by reason (`Route.fallback`), how often a route with a fallback was chosen;
+    calls that torch.compile traces are not counted. `nvtx` marks the branches as ranges for Nsight
+    Systems.
     """
 
     nvtx = False
@@ -81,9 +82,10 @@ class NSAttention(nn.Module):
         return Cache(self.config.nsa, capacity)
 
     def routes(self, x: Tensor, first: int = 0) -> Mapping[str, Route]:
-        """Returns the route of each branch for the tokens `[B, …, S, D]`; counts the fallbacks.
+        """Returns the route of each branch for the tokens `[B, …, S, D]`.
 
-        `first` is the position of the first token.
+        `first` is the position of the first token. Unless torch.compile traces the call, it counts
+        the fallbacks, and warns once of each.
         """
         dtype = x.dtype
         kind = x.device.type
@@ -107,7 +109,7 @@ class NSAttention(nn.Module):
         """
         y = self.qkv(x)
         if x.device.type == "cpu":
-            # CPU kernels are no faster in low precision, and each rounding costs accuracy.
+            # On a CPU the attention is computed in float32, because each rounding costs accuracy.
             y = upcast_fp32(y)
         q, *kv = self.qkv.split(y)
         kv = [split_heads(part, self.config.n_kv_groups) for part in kv]

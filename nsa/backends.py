@@ -10,7 +10,7 @@ from nsa.config import ModelConfig
 
 BRANCHES = ("cmp", "sel", "win")
 MASKED_UP_TO = {"cpu": 512}
-"""Most tokens for which masks are the faster route of the selected branch, by device type."""
+"""Most keys for which several queries use masks in the selected branch, by device type."""
 MASKED_UP_TO_ELSEWHERE = 4096
 FLASH_ATTN_INSTALLED = importlib.util.find_spec("flash_attn") is not None
 """The search is made only once, because it takes 0.1 ms and torch.compile cannot trace it."""
@@ -72,7 +72,7 @@ class Case:
     device: str
     """Type of the device, as torch calls it."""
     dtype: str
-    """Name of the dtype of queries, keys and values as in torch: "bfloat16"."""
+    """Name of the dtype of queries, keys and values as in torch, for example "bfloat16"."""
     switches: Switches
     flash_attn: bool
     """True where the package flash-attn is installed."""
@@ -105,7 +105,7 @@ class Route:
     name: str
     why: str
     fallback: str = ""
-    """Why a switch has no effect, or "" if each has its effect."""
+    """Why a switch that concerns the route has no effect, or "" if there is no such switch."""
     folded: bool = False
     """True if the heads of a group are rows of one product: in the whole window branch, or in the
     causal part of another branch. This is done only on a CPU with at least one group per thread,
@@ -142,7 +142,7 @@ _RULES = (
           lambda c: c.total <= c.config.nsa.window),
     _Rule("win", "banded", "SDPA over chunks of tokens", lambda c: True),
 )  # fmt: skip
-"""The first rule of a branch that applies decides."""
+"""Of the rules of a branch, the first that applies decides; `all` excludes the other branches."""
 
 _FLASH_ATTN_NEEDS: tuple[tuple[str, Callable[[Case], bool]], ...] = (
     ("flash-attn is not installed", lambda c: c.flash_attn),
@@ -196,7 +196,7 @@ def _fa2_refusal(case: Case, branch: str) -> str:
 
 
 def _sdpa_refusal(case: Case, route: str) -> str:
-    """Returns why flash_only has no effect, or "" if it has an effect or is off."""
+    """Returns why SDPA cannot use its flash kernel, although flash_only is on; otherwise ""."""
     if not case.switches.flash_only or route in ("none", "flash-attn"):
         return ""
     if case.config.d_k != case.config.d_v:

@@ -14,8 +14,9 @@ SMALLEST_BUFFER = 64
 class Rows:
     """Rows `[B, G, n, D]` in one buffer with spare room, so that most appends copy only new rows.
 
-    A full buffer is replaced by a buffer for a quarter more rows. With `keep`, only the last `keep`
-    rows stay after an `append`, in a buffer of twice `keep` rows.
+    A buffer without room for the new rows is replaced by a larger one, for about a quarter more
+    rows or for `capacity` rows. With `keep`, only the last `keep` rows stay after an `append`, in a
+    buffer of twice `keep` rows.
     """
 
     def __init__(self, keep: int | None = None, capacity: int = 0) -> None:
@@ -24,7 +25,7 @@ class Rows:
         self._begin = self._end = 0
 
     def append(self, new: Tensor) -> Tensor:
-        """Returns the earlier rows and `new` as one tensor. Raises RuntimeError or ValueError."""
+        """Returns the stored rows and `new` as one tensor. Raises RuntimeError or ValueError."""
         if new.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("a decoding cache stores no gradients; use torch.no_grad().")
         if self._buffer is not None and self._buffer.shape[:2] != new.shape[:2]:

@@ -1,19 +1,20 @@
 """Computes the selected branch from the selected blocks only, one chunk of tokens at a time.
 
 From token 2 · l' on, every query selects block 0, its current block and the block before the
-current block. The keys of these three blocks are its near keys. The other pairs of a query and a
-selected block are sorted by their blocks, and cut into tiles. A tile has queries that selected the
-same block, so it is one product of dense matrices. The near keys of a query give one part of its
-output, and each tile with this query gives another part. The parts are combined by their
-log-sum-exps. The backward computes the parts again from the saved indices.
+current block. The keys of these three blocks are the near keys of the query. The other pairs of a
+query and a selected block are sorted by their blocks, and cut into tiles. A tile has queries that
+selected the same block, so its attention is a product of dense matrices. The near keys of a query
+give one part of the query's output, and each tile with this query gives another part. The parts are
+combined by their log-sum-exps. The backward computes the probabilities again from the saved inputs
+and log-sum-exps.
 
 A tile may have more slots than queries. After the rows of its queries, a chunk has one spare row,
-which belongs to no query. The spare slots contain this row.
+which belongs to no query. The slots without a query refer to this row.
 
 Tokens t < n · l' select every block that has begun, so they use plain causal attention.
 
-Shapes are as in `nsa.attend`, with C queries in a chunk. A row belongs to one sequence, group and
-token, and has R heads.
+Shapes are as in `nsa.attend`, with C queries in a chunk. A row, except the spare row, belongs to
+one sequence, group and token, and has R heads.
 """
 
 from dataclasses import dataclass
@@ -30,15 +31,15 @@ from nsa.precision import no_autocast, upcast_fp32
 from nsa.select import attend_selected
 
 CHUNK = 8192
-"""Tokens in a chunk."""
+"""Most tokens in a chunk, which has whole blocks; a larger block is a chunk of its own."""
 TILE_ROWS = 768
-"""Most slots of a tile, times the heads of a group. A lower number makes the products slow, and a
-higher number leaves more slots empty."""
+"""Most slots of a tile with more than 8 slots, times the heads of a group. A lower number makes the
+products slow, and a higher number leaves more slots empty."""
 PART_BYTES = 32 << 20
-"""Memory of the queries and outputs of one `_Tiles`, and of their gradients. On a CPU, sizes from
-32 to 256 MiB were equally fast; smaller sizes were slower, because they need more calls."""
+"""Approximate memory of the queries and outputs of one `_Tiles`, and of their gradients. On a CPU,
+sizes from 32 to 256 MiB were equally fast; smaller sizes were slower, because of more calls."""
 FARTHEST_AHEAD = 40.0
-"""Largest distance of a log-sum-exp above its reference (`_Joined`); exp overflows at 88."""
+"""Largest distance of a log-sum-exp above its reference (`_Joined`); exp overflows above 88."""
 
 
 def attend_chunked(
@@ -75,10 +76,10 @@ def attend_chunked(
 def _tiled(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, size: int, flash: bool
 ) -> tuple[Tensor, Tensor]:
-    """Returns the output `[B, S, H, Dv]`, and its log-sum-exp `[B, S, H]`, float32 or wider.
+    """Returns the output `[B, S, H, Dv]`, and the log-sum-exp `[B, S, H]` in float32 or wider.
 
-    This is a custom operator, because the number of tiles depends on the data, and torch.compile
-    cannot trace such a number.
+    This is a custom operator, because on a CPU the number of tiles depends on the data, and
+    torch.compile cannot trace such a number.
     """
     keys, values = _Blocks.cut(k, size), _Blocks.cut(v, size)
     batch, heads, seq_len, _ = q.shape
@@ -105,7 +106,7 @@ def _tiled_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, out: Tensor, lse: Tensor,
     size: int, flash: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Returns the gradients of q `[B, H, S, Dk]`, k and v; `grad` is the output's gradient."""
+    """Returns the gradients of q `[B, H, S, Dk]`, k and v from the gradient of the output."""
     keys, values = _Blocks.cut(k, size), _Blocks.cut(v, size)
     grad_keys, grad_values = (_Blocks(torch.zeros_like(x.data)) for x in (keys, values))
     grad_q = q.new_empty(q.transpose(1, 2).shape)
@@ -158,12 +159,13 @@ _tiled.register_autograd(_backward, setup_context=_keep)
 
 
 class _Joined:
-    """Sums the weighted outputs of the parts of each query, one part after the other.
+    """Sums the weighted outputs of the parts of each query, one `_Tiles` after the other.
 
     So the largest log-sum-exp of a query is known only at the end. A weight is exp(log-sum-exp of
-    the part - reference). At first, the reference is the log-sum-exp of the near keys. On a CPU,
-    the reference is raised only if a part is more than `FARTHEST_AHEAD` above it. On a GPU, where
-    the host does not wait for this check, the reference is raised for every part that is above it.
+    the part - reference of the query). At first, a reference is the log-sum-exp of the near keys.
+    References below a part are raised to it. On a CPU, this is done only for a `_Tiles` with a part
+    that is more than `FARTHEST_AHEAD` above its reference; on a GPU, where the host does not wait
+    for this check, it is always done.
     """
 
     def __init__(self, near: Tensor, near_lse: Tensor) -> None:
@@ -175,7 +177,7 @@ class _Joined:
         self._mass = torch.ones_like(near_lse)
 
     def add(self, tiles: "_Tiles", out: Tensor, lse: Tensor) -> None:
-        """Adds a part: `out` `[tiles, 1, slots · R, Dv]` and `lse` `[tiles, 1, slots · R, 1]`."""
+        """Adds parts: `out` `[tiles, 1, slots · R, Dv]` and `lse` `[tiles, 1, slots · R, 1]`."""
         ahead = lse - tiles.queries(self._reference)
         if not _host_may_wait(lse) or bool((ahead > FARTHEST_AHEAD).any()):
             self._raise(tiles, lse)
@@ -193,7 +195,7 @@ class _Joined:
         self._out *= scale
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """Returns the output and the log-sum-exp over all keys, in the memory of the sums."""
+        """Returns the output and the log-sum-exp over all parts, in the memory of the sums."""
         return self._out.div_(self._mass), self._mass.log_().add_(self._reference)
 
 
@@ -249,7 +251,8 @@ class _Chunk:
     def tiles(self, keys: "_Blocks", values: "_Blocks") -> "list[_Tiles]":
         """Returns the tiles of all (query, block) pairs that are not near, in groups.
 
-        A group needs about `PART_BYTES` of memory. Each block has enough tiles for its pairs.
+        A group needs at most about `PART_BYTES` of memory. Each block has enough tiles for its
+        pairs.
         For example, the queries a … e selected block 3, and f, g, h selected block 5. With 4 slots
         in a tile, `row` is
 

@@ -1,6 +1,6 @@
-"""The compressed branch: attention to summaries of blocks (eq. 7), and its scores (eq. 8, 10).
+"""The compressed branch: attention to summaries of blocks (eq. 7), and p_cmp (eq. 8, 10).
 
-The scores decide which blocks are selected. Therefore this branch computes in float32 or wider,
+p_cmp decides which blocks are selected. Therefore this branch computes in float32 or wider,
 whatever the dtype of the model, and also under autocast.
 """
 
@@ -22,9 +22,9 @@ Draw = Callable[[Tensor, float], None]
 """A function that fills a weight from a normal distribution with this standard deviation."""
 
 CHUNK = 768
-"""Tokens in a chunk of the attention; blocks that no token of the chunk sees are left out."""
+"""Most tokens in a chunk of the attention; blocks that no token of a chunk sees are left out."""
 SCORE_CHUNK = 512
-"""Tokens in a chunk of the scores."""
+"""Most tokens in a chunk of the scores."""
 
 
 def draw_normal(weight: Tensor, std: float) -> None:
@@ -102,10 +102,11 @@ def summaries(
 def attend_compressed(
     q: Tensor, k: Tensor, v: Tensor, size: int, stride: int, first: int = 0
 ) -> Tensor:
-    """Attention of the tokens from position `first` on to the compressed blocks that they see.
+    """Returns the attention of each token to the compressed blocks that the token sees.
 
-    `q` `[B, H, S, Dk]`, `k` `[B, G, N, Dk]`, `v` `[B, G, N, Dv]` → `[B, H, S, Dv]`, computed in
-    float32 or wider. Tokens t < size - 1 see no block, so their rows are exactly 0.
+    `first` is the position of the first token. `q` `[B, H, S, Dk]`, `k` `[B, G, N, Dk]`, `v` `[B,
+    G, N, Dv]` → `[B, H, S, Dv]`, computed in float32 or wider. Tokens t < size - 1 see no block, so
+    their rows are exactly 0.
     """
     seeing = list(_seeing(q, k, size, stride, first, CHUNK))
     # All slices come from one split, because the gradient of each separate slice would be as large
@@ -119,7 +120,7 @@ def attend_compressed(
             queries, keys, values = map(upcast_fp32, (queries, k[:, :, :n], v[:, :, :n]))
             pieces.append(attend(queries, keys, values, mask).transpose(1, 2).to(q.dtype))
     if len(pieces) == 1:
-        # Sums of empty tensors keep the branch in the graph, so its gradients are 0 and not None.
+        # These sums keep the branch in the graph, so its gradients are 0 and not None.
         pieces[0] = pieces[0] + (q[..., :0].sum() + k.sum() + v.sum()).to(q.dtype)
     # In the layout [B, S, H, D], merging the heads needs no copy.
     return torch.cat(pieces, dim=1).transpose(1, 2)
@@ -154,9 +155,9 @@ def _seeing(
 
     Each item has three values: the rows, the number of blocks that the last row sees, and the mask.
     Block i ends with token i · d + l - 1, so token t sees it if i · d ≤ t - (l - 1). This is a
-    causal mask of queries at t - (l - 1), here `latest`, and keys at 0, d, 2 · d, …; with l = 32
-    and d = 16, token 47 is at 16 and sees the blocks 0 and 1. For a single query, the mask is None.
-    `start` and `end` are rows of `q`.
+    causal mask of queries at t - (l - 1), which is `latest` for row `start`, and keys at 0, d, 2 ·
+    d, …; with l = 32 and d = 16, token 47 is at 16 and sees the blocks 0 and 1. For a chunk of one
+    query, the mask is None. `start` and `end` are rows of `q`.
     """
     begin, like = max(size - 1 - first, 0), upcast_fp32(k[:, :, :0])
     for start in range(begin, q.shape[2] if k.shape[2] else 0, chunk):

@@ -142,8 +142,8 @@ def flops_per_token(config: ModelConfig, seq_len: int, causal: bool) -> float:
                         which counts all keys for each query, for any kind of attention;
           causal=True:  6 · (d_k + d_v) · keys + 2 · d_k · compressed keys
                         where `keys` is the exact mean over the queries of the number of keys in
-                        all branches together, and the second term is the score pass of the
-                        selection, which has no backward.
+                        all branches together, and the second term, only for NSA, is the score
+                        pass of the selection, which has no backward.
     """
     weights = config.n_layers * _layer_matmul_weights(config) + config.vocab_size * config.dim
     total = 6.0 * weights
@@ -192,7 +192,7 @@ def _layer_matmul_weights(config: ModelConfig) -> int:
 
 
 def _phi_weights(config: ModelConfig) -> int:
-    """Returns the number of weights of a layer's two compression MLPs, which groups share."""
+    """Returns the number of weights of a layer's two compression MLPs; 0 for the mean."""
     if config.nsa.compress == "mean":
         return 0
     return (config.nsa.block_size + 1) * (config.d_k**2 + config.d_v**2)

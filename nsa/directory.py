@@ -30,7 +30,7 @@ def save_model(
     """Writes the configuration and the weights of a model to a directory.
 
     `facts` are added to the metadata of the weights. After an interrupted write, the directory has
-    its earlier model or no `config.json`, so no reader accepts a mixture. Raises OSError, for
+    its earlier model or no `config.json`, so `load_model` accepts no mixture. Raises OSError, for
     example if the directory has a `config.json` of another kind. Raises ValueError for a model with
     `force_branch` or `uniform_gate`.
     """
@@ -79,7 +79,7 @@ def load_model(directory: Path | str) -> Transformer:
 
 
 def _described(path: Path) -> Any:
-    """Returns the fields of the model in a directory. Raises ValueError or OSError."""
+    """Returns `model` of a directory's config.json, unchecked. Raises ValueError or OSError."""
     found = json.loads((path / CONFIG).read_text())
     if not isinstance(found, dict) or found.get("model_type") != MODEL_TYPE:
         raise ValueError(f"{CONFIG} does not have the model_type {MODEL_TYPE!r}")

@@ -1,8 +1,8 @@
 """Documents packed in one sequence: each document is computed as if it were alone.
 
 Each document is a separate sequence for every kernel, so positions, compressed blocks, selection
-and window begin anew in each document. Without a cache, documents of the same length are computed
-as one batch.
+and window begin anew in each document; only a first document that continues a cached document does
+not begin anew. Without a cache, documents of the same length are computed as one batch.
 """
 
 from collections.abc import Callable, Sequence

@@ -22,8 +22,8 @@ from nsa.select import attend_ranges, attend_selected, block_scores, top_blocks
 from nsa.window import attend_flash_attn, attend_window
 
 SELECTED = {"masked": attend_selected, "ranges": attend_ranges}
-"""The functions of the selected branch that use a mask, by route. A new kernel needs a row here and
-a rule in `nsa.backends`."""
+"""Functions of the selected branch, by route. A new function needs a row here and a rule in
+`nsa.backends`."""
 Routes = Callable[[Tensor, int], Mapping[str, Route]]
 """Returns a route per branch, from queries `[B, H, S, Dk]` and the first query's position."""
 
@@ -35,7 +35,7 @@ class Execution:
     Only the switches `force_branch` and `uniform_gate` change the result by more than rounding.
     These two replace the gates. `observe` is called with the rotated queries and compressed keys,
     if there are queries and `first` is 0; of packed documents, only for the longest ones. `nvtx`
-    marks the branches as ranges for Nsight Systems. `routes` replaces the table of `nsa.backends`.
+    marks the branches as ranges for Nsight Systems. `routes` replaces the table in `nsa.backends`.
     """
 
     switches: Switches = field(default_factory=Switches)
@@ -60,13 +60,14 @@ def nsa_attention(
 
     Compressed branch: `phi` maps each block of l unrotated keys to one key, and each block of l
     values to one value (eq. 7). The default is the mean; `nsa.compress.make_phi` makes the modules
-    for an MLP. The configuration's `compress`, `gate` and `gate_hidden` apply only to the layer
-    `NSAttention`. Keys are compressed before the rotary embedding, because averaging or mixing
-    rotated keys would cancel their fast components. A compressed key is then rotated to the
-    position of its block's last token; queries from this position on see the key.
+    for an MLP. The configuration's `compress`, `gate` and `gate_hidden` do not change the result;
+    they are for the layer `NSAttention`. Keys are compressed before the rotary embedding, because
+    averaging or mixing rotated keys would cancel their fast components. A compressed key is then
+    rotated to the position of its block's last token; queries from this position on see the key.
     Selected branch: the attention weights of the compressed keys (eq. 8) give scores of blocks of
-    l' tokens (eq. 9), summed over the heads of a group (eq. 10); each query attends to the n best
-    blocks (eq. 11, 12). Window branch: the last w tokens.
+    l' tokens (eq. 9), summed over the heads of a group (eq. 10); each query attends to at most n
+    blocks: the first, two local ones, and the best of the others (eq. 11, 12). Window branch: the
+    last w tokens.
 
     `first` is the position of the first query. Without a `cache`, T = first + S. With a `cache`, k
     and v are only the keys and values of the S queries; the cache has the `first` tokens before
@@ -108,9 +109,9 @@ def _extended(
     """Appends the next tokens to the cache.
 
     Returns two values: keys and values of the selected and the window branch, and the compressed
-    blocks. Before and after the call, the cache has the blocks that are complete, and at least the
-    unrotated rows from the first token of the next block on. Raises ValueError for the cache of
-    another configuration.
+    blocks. Before and after the call, the cache has the compressed blocks that are complete, and of
+    the compressed branch at least the rows from the first token of the next block on. Raises
+    ValueError for the cache of another configuration.
     """
     if cache.config != config:
         raise ValueError(f"the cache is for {cache.config}, not for {config}; make a new cache.")
@@ -154,7 +155,7 @@ def _documents(
     alone: Callable[..., Tensor], parts: Sequence[Tensor], lengths: list[int], how: Execution,
     cache: Cache | None,
 ) -> Tensor:  # fmt: skip
-    """Calls `alone`, which is `nsa_attention`, and returns the results of all documents.
+    """Calls `alone`, a partial `nsa_attention`, and returns the results of all documents.
 
     `parts` are the queries, the gates `[B, H, S, 3]`, three keys and three values. `observe` gets
     only the longest documents.

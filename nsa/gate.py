@@ -27,7 +27,7 @@ class Gate(nn.Module):
         """`x` `[B, S, dim]` → weights and logits, each `[B, S, H, 3]`, in float32 or wider."""
         features = x if self.hidden is None else F.silu(self.hidden(x))
         logits = self.proj(features).unflatten(-1, (self.n_heads, N_BRANCHES))
-        # A weight's gradient is a sum over a head's values; in bfloat16 it would be rounded twice.
+        # A branch weight's gradient is a sum over Dv; in bfloat16 it would be rounded twice.
         logits = upcast_fp32(logits)
         return logits.sigmoid() if self.kind == "sigmoid" else logits.softmax(-1), logits
 

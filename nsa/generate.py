@@ -9,7 +9,7 @@ from nsa.cache import Cache
 from nsa.model import Transformer
 
 PREFILL_TOKENS = 1024
-"""Tokens in a block of the prefill. This number bounds the memory of logits and activations."""
+"""Most tokens in a block of the prefill; bounds the memory of logits and activations."""
 
 
 @torch.inference_mode()

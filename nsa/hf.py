@@ -57,7 +57,7 @@ class NSACache:
 def left_padding(mask: Tensor, batch: int, columns: int) -> list[int]:
     """Returns the number of padded tokens of each row of a mask `[B, columns]`.
 
-    Raises ValueError unless each row has zeros, then ones, and ends with a one.
+    Raises ValueError for a mask of another shape, and unless each row has zeros, if any, then ones.
     """
     real = mask.bool()
     ascending = (real[..., :-1] <= real[..., 1:]).all() & real[..., -1].all()
@@ -87,7 +87,7 @@ class NSAForCausalLM(transformers.PreTrainedModel, transformers.GenerationMixin)
         return False  # `forward` makes the cache
 
     def init_weights(self) -> None:
-        """Ties the weights; `Transformer` has already initialised them."""
+        """Initialises no weights, because `Transformer` has already done so."""
         self.tie_weights(recompute_mapping=False)
 
     def get_output_embeddings(self) -> nn.Module:
@@ -117,8 +117,8 @@ class NSAForCausalLM(transformers.PreTrainedModel, transformers.GenerationMixin)
         `past_key_values`; without a cache, `use_cache` makes a new cache. With `labels` `[B, S]`,
         the result has the mean loss of the next tokens; padding and labels of -100 are left out. On
         a GPU, a mask is not read if there is a cache, because reading it waits for the device.
-        Raises ValueError for another kind of mask or cache, and for labels without the logits of
-        all tokens.
+        Raises ValueError for another kind of cache, for another kind of mask if it is read, and for
+        labels without the logits of all tokens.
         """
         batch, count = input_ids.shape
         cache = past_key_values
@@ -127,7 +127,7 @@ class NSAForCausalLM(transformers.PreTrainedModel, transformers.GenerationMixin)
         columns = count + (cache.columns if cache else 0)
         padding = cache.padding if cache else [0] * batch
         if attention_mask is not None and (cache is None or attention_mask.device.type == "cpu"):
-            # Otherwise the host would wait for the device at each decoded token.
+            # With a cache on a GPU, the host would wait for the device at each decoded token.
             padding = left_padding(attention_mask, batch, columns)
         cache = cache or NSACache(self.model, padding)
         if padding != cache.padding or len(padding) != batch:

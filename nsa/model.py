@@ -72,9 +72,10 @@ class Transformer(nn.Module):
     def reset_parameters(self, draw: Draw = draw_normal) -> None:
         """Initialises all parameters; `draw` fills a weight from a normal distribution of mean 0.
 
-        The standard deviation is `init_std`. It is divided by sqrt(2 · n_layers) in the layers that
-        write to the residual stream (GPT-2), so that the stream's initial variance does not grow
-        with depth. Inside phi it is 1 / sqrt(fan-in), because the input of phi is a whole block.
+        The standard deviation is `init_std`. It is divided by sqrt(2 · n_layers) in `attn.out` and
+        `mlp.down`, which add to the residual stream (GPT-2), so that the stream's initial variance
+        does not grow with depth. Inside phi, the standard deviation is 1 / sqrt(fan-in), because
+        the input of phi is a whole block.
         Norms start at 1; the attention gate's bias and phi's positions start at 0.
         """
         std = self.config.init_std
@@ -112,13 +113,13 @@ class Transformer(nn.Module):
                 layer.collecting = False
 
     def read_stats(self) -> dict[str, Tensor]:
-        """Returns the statistics of the last forward inside `collect_stats`, on its device.
+        """Returns the statistics of the last forward that `collect_stats` covered.
 
-        The keys are the names in `nsa.stats`: `gate_entropy_mean`, `gate_entropy_min`,
-        `gate_entropy_layers` `[L]` (nats), `gate_max_gate`, `gate_collapse_frac`,
-        `gate_branch_shares` `[3]` (cmp, sel, win), and each `sel_*` for which the sequence is long
-        enough. The result is empty before such a forward and for dense attention. Reading a value
-        waits for the device.
+        They are on the device of the model. The keys are names in `nsa.stats`: `gate_entropy_mean`,
+        `gate_entropy_min`, `gate_entropy_layers` `[L]` (nats), `gate_max_gate`,
+        `gate_collapse_frac`, `gate_branch_shares` `[3]` (cmp, sel, win), and those `sel_*` that are
+        not absent (see `selection_stats`). The result is empty before such a forward and for dense
+        attention. Reading a value waits for the device.
         """
         found = [layer.stats for layer in self._sparse_layers() if layer.stats]
         return over_layers(found) if found else {}

@@ -1,10 +1,10 @@
 """Attention to a part of the keys, forward and backward, for callers that combine the parts.
 
 The forward of a part returns its output and its log-sum-exp, from which the caller computes the
-part's weight. Besides its inputs, the backward of a part needs only the log-sum-exp and the output
-over *all* keys, because the probabilities are exp(score - lse). On the CPU both directions use
-the flash kernels if torch has them, the caller allows them and they support the shapes. All other
-cases use plain matrix products.
+part's weight. Besides its inputs and the gradient of the output, the backward of a part needs only
+the log-sum-exp and the output over *all* keys, because the probabilities are exp(score - lse). On
+the CPU both directions use the flash kernels if torch has them, the caller allows them and Dk = Dv.
+All other cases use plain matrix products.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def _operator(name: str) -> Any:
-    """Returns a private operator of torch, or None if torch lacks it or its mask parameter."""
+    """Returns a private operator of torch, or None if the operator or its mask is missing."""
     found = getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention_for_cpu{name}", None)
     if found is None or "attn_mask" not in {x.name for x in found.default._schema.arguments}:
         return None

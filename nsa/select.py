@@ -61,7 +61,7 @@ def importance(p_cmp: Tensor, config: NSAConfig, n_blocks: int) -> Tensor:
 
     The sum is computed term by term. So selection blocks with the same terms have the same score to
     the last bit, and ties are resolved in the same way on every route. In a matrix product, the
-    rounding would depend on the position.
+    rounding could depend on the position.
     """
     blocks, weights = overlap_weights(p_cmp.shape[-1], n_blocks, config, p_cmp.device, p_cmp.dtype)
     p_sel = p_cmp.new_zeros(*p_cmp.shape[:-1], n_blocks)

@@ -17,9 +17,10 @@ COLLAPSED_SHARE = 0.95
 def gate_stats(logits: Tensor, kind: str) -> dict[str, Tensor]:
     """Returns statistics of one layer's gate logits `[B, S, H, 3]` over all tokens and heads.
 
-    `gate_entropy` and `gate_entropy_min` are in nats. `gate_max_gate` is the mean of the largest
-    share. `gate_collapse_frac` is the fraction of tokens and heads with an entropy below 0.1 nats
-    and one share above 0.95. `gate_branch_shares` `[3]` has the mean shares of cmp, sel and win.
+    `gate_entropy` (mean) and `gate_entropy_min` (lowest) are in nats. `gate_max_gate` is the mean
+    of the largest share. `gate_collapse_frac` is the fraction of tokens and heads with an entropy
+    below 0.1 nats and one share above 0.95. `gate_branch_shares` `[3]` has the mean shares of cmp,
+    sel and win.
     """
     shares = branch_shares(logits, kind)
     entropy, largest = gate_entropy(shares), shares.amax(-1)
@@ -37,8 +38,8 @@ def gate_stats(logits: Tensor, kind: str) -> dict[str, Tensor]:
 def selection_stats(p_sel: Tensor, blocks: Tensor, config: NSAConfig) -> dict[str, Tensor]:
     """Returns statistics of one layer's selection from p_sel `[B, G, S, blocks]` and block indices.
 
-    Two statistics describe the queries that see a compressed block. They are absent if the sequence
-    is shorter than a compressed block:
+    Two statistics are means over the queries that see a compressed block. They are absent if the
+    sequence is shorter than a compressed block:
 
     - `sel_entropy`: entropy of p_sel over blocks, nats;
     - `sel_forced_share`: the fraction of p_sel on the forced blocks, which are always selected.
@@ -84,7 +85,7 @@ def selection_stats(p_sel: Tensor, blocks: Tensor, config: NSAConfig) -> dict[st
 def over_layers(layers: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Returns a model's statistics: the means over its layers.
 
-    For the entropy, the result also has the value of each layer, and the lowest value of all.
+    For the entropy, the result also has the mean of each layer, and the lowest value in any layer.
     """
     together = {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}
     entropy = together.pop("gate_entropy")

@@ -19,8 +19,8 @@ def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, folded: bool = F
     and the result is `[B, H, S, Dv]`. T - S, the number of earlier tokens, must be at least w - 1,
     unless the keys begin at position 0. Queries with fewer than w earlier tokens see all earlier
     tokens. The other queries are cut into chunks of c tokens (16 to 128), and each chunk reads w +
-    c keys, so a query costs w + c keys instead of T. With `folded` and T = S, `attend_folded`
-    computes all queries.
+    c keys, so a query costs w + c keys instead of T. If S = 1, only the last w keys are read. With
+    `folded` and T = S, `attend_folded` computes all queries.
     """
     count, past = q.shape[2], k.shape[2] - q.shape[2]
     if folded and not past:
@@ -63,10 +63,10 @@ def attend_band(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 
 def attend_flash_attn(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Computes `attend_window` with the package flash-attn (CUDA, bf16, fp16). Raises ImportError.
+    """Computes `attend_window` for T = S with the package flash-attn (CUDA, bf16, fp16).
 
-    flash-attn expects `[B, S, H, D]`, expands key heads itself, and its window does not count the
-    query: (w - 1, 0) means w tokens.
+    Raises ImportError if the package is missing. flash-attn expects `[B, S, H, D]`, expands
+    key heads itself, and its window does not count the query: (w - 1, 0) means w tokens.
     """
     flash_attn_func = importlib.import_module("flash_attn").flash_attn_func
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))

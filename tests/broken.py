@@ -24,10 +24,11 @@ if "console.supervisor" in sys.orig_argv:
 
 
 def shell(folder: Path, method: str, harm: str, setup: str = "") -> dict[str, str]:
-    """Returns variables for a launch. In its supervisor, `method` first executes `harm`.
+    """Returns environment variables for a launch in whose supervisor `method` executes `harm`.
 
-    `method` is "module.Class.name". The statements `setup` and `harm` may use `owners`; `harm` may
-    also use the list `begun`, which has one entry per call.
+    `method` is "module.Class.name"; unless `harm` raises, it then continues as usual. The
+    statements `setup` and `harm` may use `owners`; `harm` may also use the list `begun`, which has
+    one entry per call.
     """
     module, kind, name = method.split(".")
     there = getattr(importlib.import_module(f"console.supervisor.{module}"), kind)

@@ -28,7 +28,7 @@ LONGEST = (
 )  # fmt: skip
 """Test files that take long. They start first, so that the workers end at about the same time."""
 
-# A shell starts background jobs that ignore SIGINT, and the processes of the tests inherit this.
+# A background job of a shell may ignore SIGINT, and the processes of the tests would inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

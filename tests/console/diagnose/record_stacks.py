@@ -26,7 +26,7 @@ DUMPED_S = 2.0
 
 
 def shortened(text: str) -> str:
-    """Returns a dump in which the paths of this machine are replaced."""
+    """Returns a dump in which the paths of this machine, the pid and the time are replaced."""
     text = re.sub(r'"[^"]*/site-packages/', '"/venv/lib/python3.11/site-packages/', text)
     text = re.sub(r'"[^"]*/lib/python3\.\d+/(?!site-packages)', '"/usr/lib/python3.11/', text)
     text = text.replace(str(ROOT), "/src")

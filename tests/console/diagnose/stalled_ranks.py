@@ -18,7 +18,7 @@ TORCH = "/venv/lib/python3.11/site-packages/torch"
 
 
 def collective(function):
-    """Returns the frames of a call of torch.distributed."""
+    """Returns the frame of a call of torch.distributed, and the frame of its caller."""
     own = Frame("/job/train.py", 40, "step")
     return Frame(f"{TORCH}/distributed/distributed_c10d.py", 3252, function), own
 
@@ -35,8 +35,8 @@ IDLE = ProcessEvidence(
 def working(waits, others=(20.0,), ticks=190):
     """Returns two samples, 2 s apart, of a process that runs.
 
-    `waits` is the number of waits per second of its main thread. `others` has those of its other
-    Python threads; the first of these is the contract's watcher.
+    `waits` is the number of waits per second of the main thread. `others` has those of the other
+    Python threads; the first of these is the contract's watcher. `ticks` is the CPU time.
     """
 
     def sample(mono):
