@@ -189,7 +189,8 @@ def loads(s: Summary) -> Measured:
     """Counts the loads of checkpoints: when a later attempt resumes, and after a save.
 
     A load after a save counts if rank 0 recorded the checkpoint, and if an event of the supervisor
-    shows the load in the attempt that saved the checkpoint, or in a later attempt.
+    shows the load in the attempt that saved the checkpoint, or in a later attempt. Of the saves,
+    only the newest surviving ones are counted (`RankTotals.checkpoints`).
     """
     first = s.of_rank(0)
     resumed = first.loads
