@@ -182,7 +182,8 @@ def resume(case: Case) -> Found:
     found = []
     for index, phase in enumerate(case.plan.phases):
         where = case.value(index, RESUME) if case.settings[index] else ""
-        if where in ("", settings.AUTO):
+        is_inside = Path(where).absolute().is_relative_to(case.directory.absolute())
+        if where in ("", settings.AUTO) or is_inside:  # an earlier phase may save the checkpoint
             continue
         try:
             path, _ = manifest.choose(

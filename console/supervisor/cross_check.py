@@ -7,7 +7,6 @@ not adopted.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -197,10 +196,16 @@ def read_run(link: Link, run: Path, spec: LaunchSpec, index: int, is_last: bool)
 def never_started(run: Path, state: Mapping[str, Any], number: int) -> bool:
     """Returns whether a dead supervisor began an attempt and did not start its torchrun.
 
-    A supervisor makes the directory of the attempt's logs before it starts torchrun. If a `.HALT`
-    or a request is to end the attempt, the result is False, because torchrun must not start.
+    A supervisor makes the directory of the attempt's logs before it starts torchrun. Before the
+    first attempt, there is no record of rank 0 and no checkpoint either. The result is False if the
+    directories cannot be read, and if a `.HALT` or a request is to end the attempt.
     """
-    found = any(map(os.path.lexists, (rundir.logs(run, number), run / rundir.HALT)))
+    names, logs = rundir.names(run), rundir.logs(run, number)
+    attempts = rundir.names(logs.parent) if logs.parent.name in (names or ()) else []
+    if names is None or attempts is None:
+        return False
+    of_ranks = [rundir.heartbeat(run, 0).name, rundir.CHECKPOINTS] * (number == 1)
+    found = {logs.name, rundir.HALT, *of_ranks} & {*names, *attempts}
     known = jsonl.mapping(state, "torchrun") or jsonl.text(state, "asked")
     return not (found or known) and jsonl.text(state, "state", "starting") == "starting"
 

@@ -183,6 +183,33 @@ def test_a_restart_is_due_where_the_last_event_says_so_too(launch):
         assert (document["state"], len(warnings)) == (found, found == "crashed")
 
 
+@pytest.mark.parametrize("sign", ["logs", "unreadable", "record", "checkpoint", "halt"])
+def test_torchrun_was_started_where_one_sign_says_so_or_cannot_be_read(launch, sign):
+    """supervisor.json is missing, for example because the disk was full."""
+    run = launch / "0-one"
+    assert cross_check.never_started(run, {}, 1)
+    if sign == "unreadable":
+        (run / "logs").symlink_to("logs")
+    elif sign in ("logs", "checkpoint"):
+        (rundir.logs(run, 1) if sign == "logs" else run / rundir.CHECKPOINTS).mkdir(parents=True)
+    else:
+        (run / rundir.HALT if sign == "halt" else rundir.heartbeat(run, 0)).touch()
+    assert not cross_check.never_started(run, {}, 1)
+
+
+def test_torchrun_of_a_later_attempt_was_not_started_without_its_logs(launch):
+    run = launch / "0-one"
+    rundir.heartbeat(run, 0).touch()
+    rundir.logs(run, 1).mkdir(parents=True)
+    waiting = {"state": "starting", "attempt": 2, "torchrun": None, "asked": ""}
+    assert cross_check.never_started(run, waiting, 2)
+    assert not cross_check.never_started(run, waiting | {"torchrun": {"pid": 7}}, 2)
+    assert not cross_check.never_started(run, waiting | {"asked": "stop"}, 2)
+    assert not cross_check.never_started(run, waiting | {"state": "running"}, 2)
+    rundir.logs(run, 2).mkdir()
+    assert not cross_check.never_started(run, waiting, 2)
+
+
 def test_a_phase_is_behind_where_its_run_and_its_records_say_that_it_passed(tmp_path):
     plan = {"phases": [{"name": name, "gates": BOUNDS} for name in ("first", "second")]}
     run = completed(tmp_path / "0-first")
