@@ -270,10 +270,11 @@ class Feed:
         def read() -> tuple[Mapping[str, str], str]:
             try:
                 return next_phase_values(launch), ""
-            except ContractError as error:
+            except (ContractError, OSError) as error:
                 return {}, str(error)
 
-        return self._unless_same("coming", (launch.path, launch.phase), read)
+        mark = launch.path, launch.phase, rundir.stamp(Path(launch.path) / rundir.PLAN)
+        return self._unless_same("coming", mark, read)
 
     def _stamp(self) -> list[object]:
         return [rundir.stamp(path) for path in self._watched]
