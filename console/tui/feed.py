@@ -197,7 +197,7 @@ class Feed:
         source = self._source
         self._stamps = self._stamp()  # a file that changes during the read is read again
         state = self._state = poll_confirmed(source, former=False)
-        coming, coming_trouble = self._poll_coming(state.launch)
+        coming = self._poll_coming(state.launch)
         run = source.run_path
         log, begins = self._poll_logs(run, state)
         series, recorded = source.series, source.series.names
@@ -205,17 +205,7 @@ class Feed:
         stacks, last_verdict = self._poll_stacks(run, state), self._poll_last_verdict(run)
         self._watched = [run / name for name in STAMPED] if run else []
         return ScreenData(
-            at,
-            now,
-            state,
-            charts,
-            recorded,
-            stacks,
-            last_verdict,
-            log,
-            begins,
-            coming=coming,
-            coming_trouble=coming_trouble,
+            at, now, state, charts, recorded, stacks, last_verdict, log, begins, "", *coming
         )
 
     def _unless_same(self, name: str, mark: object, make: Callable[[], Any]) -> Any:
