@@ -198,14 +198,15 @@ def never_started(run: Path, state: Mapping[str, Any], number: int) -> bool:
 
     A supervisor makes the directory of the attempt's logs before it starts torchrun. Before the
     first attempt, there is no record of rank 0 and no checkpoint either. The result is False if the
-    directories cannot be read, and if a `.HALT` or a request is to end the attempt.
+    directories cannot be read, and if a request is to end the attempt, or a `.HALT` the first
+    attempt (`Run.prepare` rejects a later attempt).
     """
     names, logs = rundir.names(run), rundir.logs(run, number)
     attempts = rundir.names(logs.parent) if logs.parent.name in (names or ()) else []
     if names is None or attempts is None:
         return False
-    of_ranks = [rundir.heartbeat(run, 0).name, rundir.CHECKPOINTS] * (number == 1)
-    found = {logs.name, rundir.HALT, *of_ranks} & {*names, *attempts}
+    of_first = [rundir.HALT, rundir.heartbeat(run, 0).name, rundir.CHECKPOINTS] * (number == 1)
+    found = {logs.name, *of_first} & {*names, *attempts}
     known = jsonl.mapping(state, "torchrun") or jsonl.text(state, "asked")
     return not (found or known) and jsonl.text(state, "state", "starting") == "starting"
 

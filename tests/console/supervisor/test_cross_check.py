@@ -201,6 +201,7 @@ def test_torchrun_of_a_later_attempt_was_not_started_without_its_logs(launch):
     run = launch / "0-one"
     rundir.heartbeat(run, 0).touch()
     rundir.logs(run, 1).mkdir(parents=True)
+    (run / rundir.HALT).touch()  # for `Run.prepare`, which then ends the run as halted
     waiting = {"state": "starting", "attempt": 2, "torchrun": None, "asked": ""}
     assert cross_check.never_started(run, waiting, 2)
     assert not cross_check.never_started(run, waiting | {"torchrun": {"pid": 7}}, 2)
