@@ -316,11 +316,8 @@ def check_flags(
         in_plan = planned[name].value if name in planned else None
         living = [environment.get(name) for environment in environments]
         by_operator = jsonl.text(entry, "origin").startswith(OPERATOR) and value in living
-        confirmed = (
-            value == in_plan
-            or by_operator
-            or (value is not None and evidence.confirms_flag(name, value, names))
-        )
+        answered = value is not None and evidence.confirms_flag(name, value, names)
+        confirmed = value == in_plan or by_operator or answered
         other = "" if confirmed else f"{rundir.PLAN} says {_flag_words(name, in_plan)}"
         if confirmed and living and value not in living:
             other = f"the processes of the run have {_flag_words(name, living[0])}"

@@ -123,11 +123,8 @@ class FormerRun:
     @property
     def is_final(self) -> bool:
         """Returns whether the state, or a requested action, rules out a further attempt."""
-        return (
-            self.is_last
-            or jsonl.text(self.state, "state") in FINAL
-            or jsonl.text(self.state, "asked") in STOPS
-        )
+        is_over = jsonl.text(self.state, "state") in FINAL
+        return self.is_last or is_over or jsonl.text(self.state, "asked") in STOPS
 
 
 def recorded_end(state: Mapping[str, Any]) -> ReaderView:
