@@ -185,7 +185,7 @@ def read_run(link: Link, run: Path, spec: LaunchSpec, index: int, is_last: bool)
         del ended[number - 1 :]
     end = ReaderView() if living else former_documents.recorded_end(state)
     if is_stored := stored is not None:
-        is_unstarted = link.has_no_processes(run, former_documents.home(record), number)
+        is_unstarted = not link.owns(former_documents.home(record), number)
     else:
         is_unstarted = not (living or is_last) and never_started(run, state, number)
     return FormerRun(
