@@ -14,6 +14,7 @@ from typing import Any
 
 from console.run_state import ReaderView
 from console.sources import launches, liveness, process
+from console.sources.tail import is_missing
 from console.supervisor import former_documents
 from console.supervisor.former_documents import NOT_ADOPTED, FormerRun
 from console.supervisor.launch_spec import LOG_DIR, LaunchSpec, argv
@@ -197,18 +198,14 @@ def never_started(run: Path, state: Mapping[str, Any], number: int) -> bool:
     """Returns whether a dead supervisor began an attempt and did not start its torchrun.
 
     A supervisor makes the directory of the attempt's logs before it starts torchrun. Before the
-    first attempt, there is no record of rank 0 and no checkpoint either. The result is False if the
-    directories cannot be read, and if a request is to end the attempt, or a `.HALT` the first
-    attempt (`Run.prepare` rejects a later attempt).
+    first attempt, there is no record of rank 0 and no checkpoint either. The result is False if a
+    request is to end the attempt, or a `.HALT` the first one (`Run.prepare` rejects a later one).
     """
-    names, logs = rundir.names(run), rundir.logs(run, number)
-    attempts = rundir.names(logs.parent) if logs.parent.name in (names or ()) else []
-    if names is None or attempts is None:
-        return False
-    of_first = [rundir.HALT, rundir.heartbeat(run, 0).name, rundir.CHECKPOINTS] * (number == 1)
-    found = {logs.name, *of_first} & {*names, *attempts}
+    of_first = [run / rundir.HALT, rundir.heartbeat(run, 0), run / rundir.CHECKPOINTS]
+    paths = [rundir.logs(run, number), *of_first * (number == 1)]
     known = jsonl.mapping(state, "torchrun") or jsonl.text(state, "asked")
-    return not (found or known) and jsonl.text(state, "state", "starting") == "starting"
+    is_starting = jsonl.text(state, "state", "starting") == "starting"
+    return is_starting and not known and all(map(is_missing, paths))
 
 
 def newest_living_attempt(record: Mapping[str, Any], state: Mapping[str, Any]) -> int:
