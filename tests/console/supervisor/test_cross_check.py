@@ -16,7 +16,7 @@ from console.plan import Restart
 from console.plans import gate_check
 from console.run_state import Facts, decide
 from console.sources import process
-from console.supervisor import cross_check, launch_spec
+from console.supervisor import cross_check, former_documents, launch_spec
 from console.supervisor.ends import end_of, take_log
 from console.supervisor.live_directory import LastPulses, Live
 from console.supervisor.next_flags import MAY_IGNORE, NextFlags
@@ -181,6 +181,13 @@ def test_a_restart_is_due_where_the_last_event_says_so_too(launch):
         tell(run, {"kind": "state", "state": event_state})
         _, document, warnings = read_run(launch)
         assert (document["state"], len(warnings)) == (found, found == "crashed")
+
+
+def test_a_document_in_a_folder_that_cannot_be_read_is_not_missing(tmp_path):
+    assert former_documents.document(tmp_path / "none", rundir.SUPERVISOR) == {}
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(RefusedError, match="cannot be read as a JSON document"):
+        former_documents.document(tmp_path / "loop", rundir.SUPERVISOR)
 
 
 @pytest.mark.parametrize("sign", ["logs", "unreadable", "record", "checkpoint", "halt"])
