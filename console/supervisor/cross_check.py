@@ -94,7 +94,7 @@ def check_launch(
     for former in range(index):
         check_copies(former_documents.document(runs[former], rundir.RUN), spec, former)
     check_phase(index, runs, plan_state.get("state") == "waiting")
-    has_begun = (runs[index] / rundir.RUN).exists()
+    has_begun = not is_missing(runs[index] / rundir.RUN)
     names = [phase.name for phase in spec.plan.phases[: index + has_begun + 1]]
     flags, unconfirmed = confirmed_flags(plan_state, names, evidence)
     warnings = [
@@ -235,7 +235,7 @@ def check_phase(index: int, runs: Sequence[Path], waiting: bool) -> None:
     the phase is missing, or while the plan is `waiting`, no process of the phase may be alive.
     """
     for number, run in enumerate(runs):
-        has_begun = (run / rundir.RUN).exists()
+        has_begun = not is_missing(run / rundir.RUN)
         if number > index and has_begun:
             raise RefusedError(
                 f"{rundir.PLAN_STATE} says that phase {index} was started last, but {run.name} "

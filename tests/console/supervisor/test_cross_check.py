@@ -190,6 +190,14 @@ def test_a_document_in_a_folder_that_cannot_be_read_is_not_missing(tmp_path):
         former_documents.document(tmp_path / "loop", rundir.SUPERVISOR)
 
 
+def test_a_later_run_that_cannot_be_read_may_have_started(launch):
+    runs = [launch / "0-one", launch / "1-two"]
+    cross_check.check_phase(0, runs, waiting=False)
+    runs[1].symlink_to("1-two")
+    with pytest.raises(RefusedError, match="1-two has started"):
+        cross_check.check_phase(0, runs, waiting=False)
+
+
 @pytest.mark.parametrize("sign", ["logs", "unreadable", "record", "checkpoint", "halt"])
 def test_torchrun_was_started_where_one_sign_says_so_or_cannot_be_read(launch, sign):
     """supervisor.json is missing, for example because the disk was full."""
