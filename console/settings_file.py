@@ -67,12 +67,12 @@ def load() -> Settings:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        if not os.path.lexists(file):  # a link whose target is missing is an error
-            file.exists()  # raises an error if the folder cannot be searched
-            return {}
         for each in (file, file.parent):
             _check_private(each)
     except OSError as error:
+        is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+        if is_missing and not os.path.lexists(file):  # a link whose target is missing is an error
+            return {}
         raise UsageError(f"cannot read {file}: {error.strerror}; {ANOTHER_HOME}") from error
     return yamlfile.load(file)
 

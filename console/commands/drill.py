@@ -262,13 +262,10 @@ def _actions(events: list[dict[str, Any]], fault_ts: float) -> Iterator[tuple[st
     for each in events:
         after_s = (jsonl.number(each, "ts") or 0.0) - fault_ts
         kind, name = each.get("kind"), clean(jsonl.text(each, "action"), 40)
+        cleared = jsonl.text(each, "text") * ((kind, each.get("alert")) == ("clear", "stall"))
         if kind == "request" and name and not jsonl.text(each, "by").startswith(f"{BY} "):
             yield name, after_s
-        elif (
-            kind == "clear"
-            and each.get("alert") == "stall"
-            and "step again" in jsonl.text(each, "text")
-        ):
+        elif "step again" in cleared:
             yield "resume", after_s
 
 

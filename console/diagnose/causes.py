@@ -238,7 +238,7 @@ def _loader(of: Suspect) -> str:
 
 def _startup(of: Suspect) -> str:
     starting = not of.rank.phase or of.rank.phase == "boot" or of.where.kind == "store"
-    if not starting or of.main.kind in ("lock", "child", "pipe"):
+    if not starting or of.rank.phase == "exit" or of.main.kind in ("lock", "child", "pipe"):
         return ""
     does = f" and runs{_used(of)}" * of.uses_a_core or f" and waits{_on(of)}" * bool(of.main.text)
     return f"has not joined the other ranks{does}"

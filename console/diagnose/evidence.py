@@ -300,8 +300,7 @@ def _of_positions(ranks: Sequence[RankEvidence]) -> Sign:
     found = slowest(ranks)
     if not found:  # all ranks exit
         return Sign("positions", (), "")
-    running = [each for each in ranks if each.phase != "exit" and not each.doubt]
-    if len(found) == len(running) > 1:
+    if len(found) == len(ranks) > 1:
         return Sign("positions", (), "all ranks are at the same position")
     return Sign(
         "positions", tuple(each.rank for each in found),

@@ -179,11 +179,7 @@ def _sure(culprits: Sequence[Suspect], cause: Cause | None, stall: Stall) -> Sur
 def _is_unsure(of: Suspect, cause: Cause, evidence: Evidence) -> bool:
     """Returns whether the verdict may be wrong although two sources name its rank."""
     kind = of.where.kind
-    waits = (
-        ("queue", "thread", "lock", "process")
-        if of.main.kind in ("futex", "none")
-        else ("queue", "thread")
-    )
+    waits = ["queue", "thread"] + ["lock", "process"] * (of.main.kind in ("futex", "none"))
     # A stack can stand for different objects, and a library may have made the system call. So
     # both the stack and the process are needed.
     by_process = of.main.kind != "none" or of.uses_a_core

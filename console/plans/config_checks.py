@@ -77,12 +77,12 @@ def config(case: Case, index: int) -> Found:
     if phase.sweep and steps < least:
         text = f"train.steps is {steps}, and a run of a sweep needs at least {least} steps"
         return "fail", f"{text} to be compared; correct train.steps"
-    if steps < LAST_STEPS and (names := gates.of_last_steps(phase.gates)):
+    if steps < LAST_STEPS and (names := gates.needing(phase.gates, gates.OF_LAST_STEPS)):
         text = f"train.steps is {steps}, and {', '.join(names)} needs {LAST_STEPS} steps"
         by_hand = resolved["train.steps"]["origin"] == settings.COMMAND_LINE
         return "unknown" if by_hand else "fail", f"{text}; correct train.steps, or remove the gate"
     origin = resolved[STATISTICS]["origin"]
-    if case.value(index, STATISTICS) and (names := gates.of_statistics(phase.gates)):
+    if case.value(index, STATISTICS) and (names := gates.needing(phase.gates, gates.OF_STATISTICS)):
         text = f"{STATISTICS}=true ({origin}) leaves {', '.join(names)} without a value"
         result = "unknown" if origin == settings.COMMAND_LINE else "fail"
         return result, f"{text}; use NSA_DISABLE_AUX_STATS=0"
@@ -186,7 +186,8 @@ def resume(case: Case) -> Found:
     found = []
     for index, phase in enumerate(case.plan.phases):
         where = case.value(index, RESUME) if case.settings[index] else ""
-        if where in ("", settings.AUTO):
+        is_inside = Path(where).absolute().is_relative_to(case.directory.absolute())
+        if where in ("", settings.AUTO) or is_inside:  # an earlier phase may save the checkpoint
             continue
         try:
             path, _ = manifest.choose(

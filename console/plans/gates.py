@@ -9,7 +9,7 @@ of a killed rank can close the gap at the end of the span.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -30,6 +30,8 @@ BOUNDS: Mapping[Bound, tuple[str, Callable[[float, float], bool]]] = {
 }  # fmt: skip
 """The sign of each kind of bound, and the function that compares a value with the bound."""
 LEAST_FALL_NATS, SCALING = 0.1, "scaling_above"
+OF_LAST_STEPS = (*measures.OF_LAST_STEPS, SCALING)
+OF_STATISTICS = ("entropy_min", "collapse_max")
 LARGEST_BOUND = 1e300
 DEMAND_KEYS, MAX_REASON = ("bound", "at", "override"), 200
 RANK0, RANKS = "heartbeat_rank0.jsonl", "heartbeat_rank*.jsonl"
@@ -160,13 +162,10 @@ def check(bounds: Mapping[str, Any], where: str) -> None:
         _check_mapping(rule, value, wanted, where)
 
 
-def of_last_steps(bounds: Mapping[str, Any]) -> list[str]:
-    """Returns the names of the gates that need `LAST_STEPS` steps and have no override."""
-    return [
-        rule.name
-        for rule in _binding(bounds)
-        if rule.figure in measures.OF_LAST_STEPS or rule.measure is measures.scaling
-    ]
+def needing(bounds: Mapping[str, Any], names: Collection[str]) -> list[str]:
+    """Returns the gates without an override that have one of these names or figures."""
+    return [name for name, value in bounds.items()
+            if not demand(value).override and {name, RULES[name].figure} & {*names}]  # fmt: skip
 
 
 def why_no_single(phases: Sequence[Phase], index: int) -> str:
@@ -177,15 +176,6 @@ def why_no_single(phases: Sequence[Phase], index: int) -> str:
         return ""
     why = f"{single.name!r} has no gate {SPEED}" if single else "there is none"
     return f"the gate {SCALING} needs the speed of the newest earlier phase with nproc 1, and {why}"
-
-
-def of_statistics(bounds: Mapping[str, Any]) -> list[str]:
-    """Returns the names of the gates on the attention gate that have no override."""
-    return [rule.name for rule in _binding(bounds) if rule.figure in measures.OF_STATISTICS]
-
-
-def _binding(bounds: Mapping[str, Any]) -> list[GateRule]:
-    return [RULES[name] for name, value in bounds.items() if not demand(value).override]
 
 
 def _check_mapping(rule: GateRule, value: Any, wanted: Demand, where: str) -> None:
@@ -267,7 +257,7 @@ def unknown(bounds: Mapping[str, Any], why: str) -> tuple[Gate, ...]:
     )  # fmt: skip
 
 
-def _gate(rule: GateRule, wanted: Demand, summary: Summary, at: int = 0) -> Gate:
+def _gate(rule: GateRule, wanted: Demand, summary: Summary, at: int) -> Gate:
     totals = summary.former or summary
     found = rule.value(totals, at)
     sign, holds = BOUNDS[rule.bound]

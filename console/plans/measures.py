@@ -11,7 +11,6 @@ from console.sources.summary import Summary
 from console.status_text import counted, number
 
 OF_LAST_STEPS = ("toks_per_s", "step_ratio")
-OF_STATISTICS = ("entropy_min", "collapse_max")
 UNCOUNTED = "non-finite steps are not counted, and some steps have no record with a loss"
 
 

@@ -52,18 +52,12 @@ def launch_state(
     current = jsonl.integer(state, "phase")
     current = _last_index(existing) if current is None else current
     launch = LaunchState(
-        id=name,
-        path=str(path),
-        plan=line(plan, "name", line(state, "plan", path.parent.name)),
-        state=cast(Any, named),
-        why=why,
-        phase=max(0, min(current, len(phases) - 1)),
-        phases=phases,
-        doubt=doubt,
-        between=line(state, "between", "go"),
+        id=name, path=str(path), plan=line(plan, "name", line(state, "plan", path.parent.name)),
+        state=cast(Any, named), why=why, phase=max(0, min(current, len(phases) - 1)),
+        phases=phases, doubt=doubt, between=line(state, "between", "go"),
         next_flags=_pending_flags(jsonl.mapping(state, "next_flags")),
         ended_by=line(state, "ended_by", ""),
-    )
+    )  # fmt: skip
     return launch.unconfirmed({phase.dir for phase in phases}) if doubt else launch
 
 

@@ -99,17 +99,14 @@ def _rank(sources: _Sources, live: Path | None, gpu: Gpu | None, ended: bool) ->
     if not is_present:
         gpu = gpu and replace(gpu, util_pct=None, power_w=None)
     return Rank(
-        rank=sources.rank,
+        rank=sources.rank, pid=sources.pid, gpu=gpu, exit=exit_words,
         host=json_documents.line(worker, "host", json_documents.line(sources.sample, "host", "")),
-        pid=sources.pid,
         state=state if is_present or state == "gone" else "",
         cpu_pct=jsonl.number(entry, "cpu_pct") if is_present else None,
         rss_mib=jsonl.number(entry, "rss_mib") if is_present else None,
         pulse=replace(found, since_s=None) if found and ended else found,
-        gpu=gpu,
-        exit=exit_words,
         age_s=None if ended else age_s,
-    )
+    )  # fmt: skip
 
 
 def _devices(run: Record) -> str:

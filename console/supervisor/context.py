@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import select
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from console.sources.record_files import WARM_UP_BYTES, RecordFiles
 from console.sources.reducer import Reducer
 from console.sources.series import Series
 from console.sources.summary import Summary
+from console.sources.tail import is_missing
 from console.supervisor import former_documents
 from console.supervisor.former_documents import FormerRun
 from console.supervisor.hooks import Alive, Hooks
@@ -74,12 +74,9 @@ class Services:
         def write() -> None:
             unwritten = self.directory.unwritten  # these are written with the next document
             unwritten.update(documents)
-            try:
-                os.stat(run / rundir.RUN)
-                found = rundir.token(rundir.read_json(run / rundir.RUN) or {})
-                is_there = found in ("", token)
-            except OSError as error:  # after another error, a later write tries again
-                is_there = not isinstance(error, FileNotFoundError | NotADirectoryError)
+            found = rundir.token(rundir.read_json(run / rundir.RUN) or {})
+            # If run.json cannot be read now, a later write tries again.
+            is_there = found in ("", token) and not is_missing(run / rundir.RUN)
             for path in () if is_there else documents:
                 del unwritten[path]
 

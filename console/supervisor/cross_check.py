@@ -7,7 +7,6 @@ not adopted.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from console.run_state import ReaderView
 from console.sources import launches, liveness, process
+from console.sources.tail import is_missing
 from console.supervisor import former_documents
 from console.supervisor.former_documents import NOT_ADOPTED, FormerRun
 from console.supervisor.launch_spec import LOG_DIR, LaunchSpec, argv
@@ -94,7 +94,7 @@ def check_launch(
     for former in range(index):
         check_copies(former_documents.document(runs[former], rundir.RUN), spec, former)
     check_phase(index, runs, plan_state.get("state") == "waiting")
-    has_begun = (runs[index] / rundir.RUN).exists()
+    has_begun = not is_missing(runs[index] / rundir.RUN)
     names = [phase.name for phase in spec.plan.phases[: index + has_begun + 1]]
     flags, unconfirmed = confirmed_flags(plan_state, names, evidence)
     warnings = [
@@ -186,7 +186,7 @@ def read_run(link: Link, run: Path, spec: LaunchSpec, index: int, is_last: bool)
         del ended[number - 1 :]
     end = ReaderView() if living else former_documents.recorded_end(state)
     if is_stored := stored is not None:
-        is_unstarted = link.has_no_processes(run, former_documents.home(record), number)
+        is_unstarted = not link.owns(former_documents.home(record), number)
     else:
         is_unstarted = not (living or is_last) and never_started(run, state, number)
     return FormerRun(
@@ -197,12 +197,15 @@ def read_run(link: Link, run: Path, spec: LaunchSpec, index: int, is_last: bool)
 def never_started(run: Path, state: Mapping[str, Any], number: int) -> bool:
     """Returns whether a dead supervisor began an attempt and did not start its torchrun.
 
-    A supervisor makes the directory of the attempt's logs before it starts torchrun. If a `.HALT`
-    or a request is to end the attempt, the result is False, because torchrun must not start.
+    A supervisor makes the directory of the attempt's logs before it starts torchrun. Before the
+    first attempt, there is no record of rank 0 and no checkpoint either. The result is False if a
+    request is to end the attempt, or a `.HALT` the first one (`Run.prepare` rejects a later one).
     """
-    found = any(map(os.path.lexists, (rundir.logs(run, number), run / rundir.HALT)))
+    of_first = [run / rundir.HALT, rundir.heartbeat(run, 0), run / rundir.CHECKPOINTS]
+    paths = [rundir.logs(run, number), *of_first * (number == 1)]
     known = jsonl.mapping(state, "torchrun") or jsonl.text(state, "asked")
-    return not (found or known) and jsonl.text(state, "state", "starting") == "starting"
+    is_starting = jsonl.text(state, "state", "starting") == "starting"
+    return is_starting and not known and all(map(is_missing, paths))
 
 
 def newest_living_attempt(record: Mapping[str, Any], state: Mapping[str, Any]) -> int:
@@ -232,7 +235,7 @@ def check_phase(index: int, runs: Sequence[Path], waiting: bool) -> None:
     the phase is missing, or while the plan is `waiting`, no process of the phase may be alive.
     """
     for number, run in enumerate(runs):
-        has_begun = (run / rundir.RUN).exists()
+        has_begun = not is_missing(run / rundir.RUN)
         if number > index and has_begun:
             raise RefusedError(
                 f"{rundir.PLAN_STATE} says that phase {index} was started last, but {run.name} "
@@ -310,11 +313,8 @@ def check_flags(
         in_plan = planned[name].value if name in planned else None
         living = [environment.get(name) for environment in environments]
         by_operator = jsonl.text(entry, "origin").startswith(OPERATOR) and value in living
-        confirmed = (
-            value == in_plan
-            or by_operator
-            or (value is not None and evidence.confirms_flag(name, value, names))
-        )
+        answered = value is not None and evidence.confirms_flag(name, value, names)
+        confirmed = value == in_plan or by_operator or answered
         other = "" if confirmed else f"{rundir.PLAN} says {_flag_words(name, in_plan)}"
         if confirmed and living and value not in living:
             other = f"the processes of the run have {_flag_words(name, living[0])}"

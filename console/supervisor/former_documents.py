@@ -6,7 +6,6 @@ sources.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from console.sources import json_documents, liveness
 from console.sources.reducer import Events
 from console.sources.sanitize import clean
 from console.sources.summary import Summary
+from console.sources.tail import is_missing
 from console.supervisor.launch_spec import FlagValue
 from console.supervisor.restart import AttemptEnd
 from trainers.contract import VERSION, environ, jsonl, rundir
@@ -45,7 +45,7 @@ def document(folder: Path, name: str, consequence: str = NOT_ADOPTED) -> dict[st
     """
     path = folder / name
     record = rundir.read_json(path, below=folder)
-    if record is None and os.path.lexists(path):
+    if record is None and not is_missing(path):
         raise RefusedError(f"{path} cannot be read as a JSON document, so {consequence}")
     if record is not None and record.get("v") != VERSION:
         raise RefusedError(f"{path} is of another version, so {consequence}")
@@ -123,11 +123,8 @@ class FormerRun:
     @property
     def is_final(self) -> bool:
         """Returns whether the state, or a requested action, rules out a further attempt."""
-        return (
-            self.is_last
-            or jsonl.text(self.state, "state") in FINAL
-            or jsonl.text(self.state, "asked") in STOPS
-        )
+        is_over = jsonl.text(self.state, "state") in FINAL
+        return self.is_last or is_over or jsonl.text(self.state, "asked") in STOPS
 
 
 def recorded_end(state: Mapping[str, Any]) -> ReaderView:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from console.plans import gates
 from console.sources import process
+from console.sources.tail import is_missing
 from console.status_text import RESULT_WORDS, not_passed, with_word
 from console.supervisor import cross_check, former_documents, live_directory, overrides
 from console.supervisor.alerts import Alerts
@@ -196,7 +197,7 @@ class Launch:
         found, end = None, link.state.former_end
         if former.get("state") == "waiting" and self._index + 1 < len(self._phases):
             self.state, self._why = "waiting", jsonl.text(former, "why")[:400]
-        elif link.stored(run / rundir.RUN) or (run / rundir.RUN).exists():
+        elif link.stored(run / rundir.RUN) or not is_missing(run / rundir.RUN):
             found = cross_check.read_run(link, run, self._spec, self._index, bool(self._ended_by))
         text = "a new supervisor adopts the launch; the former one has died"
         if end:
@@ -288,8 +289,7 @@ class Launch:
 
     def _addressed(self, request: Request) -> Run | None:
         """Returns the run of the running phase if the request is in its mailbox, else None."""
-        run = self.run
-        return run if run and request.folder == run.path else None
+        return self.run if self.run and request.folder == self.run.path else None
 
     def _do_halt(self, request: Request) -> Outcome | None:
         """Writes `.HALT` (the answer follows later), or ends a plan that has no running phase."""

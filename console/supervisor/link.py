@@ -230,10 +230,6 @@ class Link:
         """Returns whether the owner owned the processes of an attempt before this child began."""
         return self.state.attempt == (home, str(attempt))
 
-    def has_no_processes(self, run: Path, home: str, attempt: int) -> bool:
-        """Returns whether a former child began an attempt but never started its torchrun."""
-        return self.stored(run / rundir.RUN) is not None and not self.owns(home, attempt)
-
     def receive(self) -> None:
         """Handles the messages that have arrived."""
         while select.select([self.fd], [], [], 0)[0]:

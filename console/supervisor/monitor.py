@@ -267,11 +267,12 @@ class Monitor:
             self._write(before, end="replaced by the next verdict", end_ts=verdict.ts)
         self._write(verdict)
         self._run.event("verdict", verdict.sentence, "crit", rank=verdict.rank, cause=verdict.cause)
-        since_ts = time.time() - self._stalled_s()
-        if self._alerts.raise_(STALL, verdict.sentence, "crit", "3", since_ts=since_ts):
-            self._context.reducer.summary.count_stall(since_ts)
-        else:
-            self._alerts.update(STALL, verdict.sentence)
+        if verdict.phase != "exit":  # no rank steps any more, so the gates count no stall
+            since_ts = time.time() - self._stalled_s()
+            if self._alerts.raise_(STALL, verdict.sentence, "crit", "3", since_ts=since_ts):
+                self._context.reducer.summary.count_stall(since_ts)
+            else:
+                self._alerts.update(STALL, verdict.sentence)
         self._run.publish()
 
     def _lasts(self, says: tuple[object, ...]) -> bool:

@@ -54,7 +54,7 @@ class Run:
         self.number = former.number if former else 1
         self._ended = former.ended if former else []
         self._is_final = former is not None and former.is_final
-        self.state: State = "running" if former else "starting"
+        self.state: State = "running" if former and not former.is_unstarted else "starting"
         self.why, self._since_ts, self.over = "", time.time(), False
         self.gates: tuple[Gate, ...] = ()
         self._halt_file = False

@@ -45,22 +45,16 @@ class Sampler:
         self.evidence, self.gpus, self.rss_mib = (), (), {}
 
     def sample(
-        self,
-        workers: Sequence[Worker],
-        heads: Mapping[int, LatestRecords],
-        attempt: int,
+        self, workers: Sequence[Worker], heads: Mapping[int, LatestRecords], attempt: int,
         begun: float,
-    ) -> dict[str, Any]:
+    ) -> dict[str, Any]:  # fmt: skip
         """Returns one sample; sets `evidence`, `gpus` and `rss_mib` from the same data."""
         now = time.monotonic()
-        rows, seen = [], []
-        for worker in sorted(workers, key=lambda w: w.rank):
-            row, evidence = self._rank(
-                worker, heads.get(worker.rank, NO_RECORDS), attempt, now, begun
-            )
-            rows.append(row)
-            seen.append(evidence)
-        self.evidence = tuple(seen)
+        found = [
+            self._rank(worker, heads.get(worker.rank, NO_RECORDS), attempt, now, begun)
+            for worker in sorted(workers, key=lambda w: w.rank)
+        ]
+        rows, self.evidence = [row for row, _ in found], tuple(seen for _, seen in found)
         self.gpus = self._own_gpus(self._nvml.rows())
         self.rss_mib = {row["rank"]: row["rss_mib"] for row in rows if row["rss_mib"] is not None}
         return {

@@ -197,7 +197,7 @@ class Feed:
         source = self._source
         self._stamps = self._stamp()  # a file that changes during the read is read again
         state = self._state = poll_confirmed(source, former=False)
-        coming, coming_trouble = self._poll_coming(state.launch)
+        coming = self._poll_coming(state.launch)
         run = source.run_path
         log, begins = self._poll_logs(run, state)
         series, recorded = source.series, source.series.names
@@ -205,17 +205,7 @@ class Feed:
         stacks, last_verdict = self._poll_stacks(run, state), self._poll_last_verdict(run)
         self._watched = [run / name for name in STAMPED] if run else []
         return ScreenData(
-            at,
-            now,
-            state,
-            charts,
-            recorded,
-            stacks,
-            last_verdict,
-            log,
-            begins,
-            coming=coming,
-            coming_trouble=coming_trouble,
+            at, now, state, charts, recorded, stacks, last_verdict, log, begins, "", *coming
         )
 
     def _unless_same(self, name: str, mark: object, make: Callable[[], Any]) -> Any:
@@ -270,10 +260,11 @@ class Feed:
         def read() -> tuple[Mapping[str, str], str]:
             try:
                 return next_phase_values(launch), ""
-            except ContractError as error:
+            except (ContractError, OSError) as error:
                 return {}, str(error)
 
-        return self._unless_same("coming", (launch.path, launch.phase), read)
+        mark = launch.path, launch.phase, rundir.stamp(Path(launch.path) / rundir.PLAN)
+        return self._unless_same("coming", mark, read)
 
     def _stamp(self) -> list[object]:
         return [rundir.stamp(path) for path in self._watched]

@@ -6,16 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from console.model import (
-    BAD_STATES,
-    LEVELS,
-    STALL,
-    Alert,
-    Gate,
-    LaunchState,
-    Level,
-    RunState,
-)
+from console.model import BAD_STATES, LEVELS, STALL, Alert, Gate, LaunchState, Level, RunState
 from console.status_text import not_passed, skipped, with_word
 from console.tui import format as fmt
 from console.tui.background import Pending

@@ -11,16 +11,7 @@ from console.model import LIVE_STATES, Gate, PhaseState
 from console.sources import launch_documents
 from console.status_text import counted, gate_value, gates_text
 from console.tui import format as fmt
-from console.tui.rows import (
-    Row,
-    columns,
-    fill,
-    labelled,
-    rule,
-    text_of,
-    width_of,
-    wrap,
-)
+from console.tui.rows import Row, columns, fill, labelled, rule, text_of, width_of, wrap
 from console.tui.styles import STATE_STYLE
 from console.tui.widgets.lines import WHOLE
 

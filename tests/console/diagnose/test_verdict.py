@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from console.diagnose.evidence import Evidence
 from console.diagnose.rank_evidence import RankEvidence, limit_s
 from console.diagnose.readings import Readings
 from console.diagnose.verdict import BEING_READ, COLLECTING, LOOK_AT_STACKS, NO_EVIDENCE, diagnose
 from console.diagnose.watchdog import Watchdog
 from console.plan import Watch, WatchRule
+from tests.console.diagnose.test_stack_classes import recorded
 from trainers.contract.pulse import PHASES
 
 NOW = 1_790_000_000.0
@@ -142,6 +144,12 @@ PROGRESS = {
 @pytest.mark.parametrize("name", PROGRESS)
 def test_a_run_within_its_limits_has_no_verdict(name):
     assert judge(*PROGRESS[name]) is None
+
+
+def test_a_rank_that_waits_for_the_store_at_its_exit_is_not_said_to_start():
+    stacks = {1: recorded("startup", 0)}
+    found = diagnose((replace(EXITED, step=41), HUNG), WATCH, NOW, Evidence(stacks=stacks))
+    assert (found.cause, found.rank) == ("exit-hangs", 1)
 
 
 def test_a_stopped_or_exited_rank_is_named_after_three_seconds_whatever_the_limit():

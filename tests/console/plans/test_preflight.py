@@ -143,6 +143,14 @@ def test_a_run_to_resume_that_has_no_readable_checkpoint_is_refused(tmp_path):
     assert "has no verified checkpoint of step 5" in row("resume", tmp_path, sets)[1]
 
 
+def test_a_phase_may_resume_from_an_earlier_phase_of_its_launch(tmp_path):
+    """With --run-dir, its directory is known before the launch."""
+    case = bare(tmp_path)
+    settings = {"checkpoint.resume": {"value": str(case.directory / "0-zero")}}
+    found = config_checks.resume(replace(case, settings=(settings,)))
+    assert found == ("pass", "no phase resumes from another run")
+
+
 @pytest.mark.parametrize("below", ["", "launch"])
 def test_a_launch_directory_that_is_a_file_or_in_a_file_is_refused(tmp_path, below):
     (tmp_path / "taken").write_text("x")

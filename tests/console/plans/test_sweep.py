@@ -131,6 +131,12 @@ def test_variants_that_were_all_trained_with_the_same_value_are_not_compared() -
     assert found.refusal == "ddp.bucket_mb is 25 in all runs, although the variants differ in it"
 
 
+def test_a_flag_that_only_one_variant_sets_is_compared() -> None:
+    figures, changes = [1.0] * 8, {"NCCL_PROTO": "Simple"}
+    found = compare("proto", [variant("a", figures, changes), variant("b", figures, {})])
+    assert found.answer == "no difference"
+
+
 @pytest.mark.parametrize(
     ("given", "word"),
     [

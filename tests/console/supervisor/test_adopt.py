@@ -72,6 +72,7 @@ def test_an_attempt_whose_torchrun_was_never_started_begins_after_the_adoption(b
     actions.adopt(started.path)
     ended = started.wait_end()
     assert [entry["state"] for entry in ended["phases"]] == ["completed"] * 2, ended["why"]
+    assert "running → starting" not in " ".join(each["text"] for each in started.events(1))
 
 
 def test_an_adoption_needs_the_working_directory_of_the_launch(orphan, tmp_path):

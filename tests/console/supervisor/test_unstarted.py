@@ -85,6 +85,9 @@ def test_a_rank_that_hangs_after_its_exit_record_is_named_by_a_verdict(begin, tm
     assert found["sentence"].startswith("rank 1 has been stalled in exit of step 3 since ")
     assert found["sentence"].endswith("it waits for a timer; rank 0 exited (code 0)")
     assert "a stop costs" not in found["action"]
+    # No rank steps any more, so no gate counts this stall; the alert is `exit-hangs`.
+    assert (started.state()["stalls"], started.alerts("stall")) == (0, [])
+    started.wait(lambda: started.alerts("exit-hangs"))
     code, said, _ = console("diagnose", started.path)
     assert (code, "rank 1 has been stalled in exit of step 3" in said) == (1, True), said
     started.kill_supervisor()
