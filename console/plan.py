@@ -322,8 +322,7 @@ def _phase(raw: Any, shared: Mapping[str, Any], where: str) -> Phase:
 def section(cls: Any, raw: Any, where: str, **read: Any) -> Any:
     """Returns an object of `cls`, whose annotations say how the values of `raw` are converted.
 
-    A null value, also in a mapping, is treated as a missing value: plan.json may contain nulls, and
-    a plan removes entries of the plan that it extends by nulls. Raises UsageError.
+    A null value is treated as a missing value, also in a mapping. Raises UsageError.
     """
     raw, kinds = _mapping(raw, where), get_type_hints(cls)
     _check_keys(raw, list(kinds), where)

@@ -354,8 +354,7 @@ class Tree:
     def _record_end(self, worker: Worker) -> bool:
         """Records the end of a rank, and its exit when known; returns whether anything is new.
 
-        For a rank that torchrun reaps, the kernel may have the exit code. For any other rank, the
-        exit code comes from the owner.
+        The exit code comes from the owner, or else from the kernel.
         """
         before, handle = (worker.over_ts, worker.observed, worker.unreaped), worker.handle
         code = None if worker.observed else self._link.state.exit_codes.get(handle.pid)

@@ -115,8 +115,7 @@ class Run:
 
     def _continue(self, former: FormerRun) -> None:
         """Continues the newest attempt, or continues to wait for the next attempt."""
-        # The owner gets run.json only now: the next child starts torchrun if the owner has run.json
-        # but no processes.
+        # Only now: the next child starts torchrun if the owner has run.json but no processes.
         self._link.store(self.path / rundir.RUN, self._record)
         self._directory.call(lambda: self._directory.set_run(self.path))
         if not former.is_stored:

@@ -11,7 +11,7 @@ import pytest
 
 from console import actions
 from console.sources.run import RunSource
-from console.supervisor import launch_spec
+from console.supervisor import cross_check, former_documents, launch_spec
 from console.supervisor.launch_spec import PROJECT
 from tests.console.sources.directory import change
 from tests.launches import PROGRAMS, STUB, phase
@@ -73,6 +73,73 @@ def test_an_attempt_whose_torchrun_was_never_started_begins_after_the_adoption(b
     ended = started.wait_end()
     assert [entry["state"] for entry in ended["phases"]] == ["completed"] * 2, ended["why"]
     assert "running → starting" not in " ".join(each["text"] for each in started.events(1))
+
+
+@pytest.mark.parametrize("sign", ["logs", "unreadable", "record", "checkpoint", "halt"])
+def test_torchrun_was_started_where_one_sign_says_so_or_cannot_be_read(tmp_path, sign):
+    """supervisor.json is missing, for example because the disk was full."""
+    run = tmp_path / "0-one"
+    run.mkdir()
+    assert cross_check.never_started(run, {}, 1)
+    if sign == "unreadable":
+        (run / "logs").symlink_to("logs")
+    elif sign in ("logs", "checkpoint"):
+        (rundir.logs(run, 1) if sign == "logs" else run / rundir.CHECKPOINTS).mkdir(parents=True)
+    else:
+        (run / rundir.HALT if sign == "halt" else rundir.heartbeat(run, 0)).touch()
+    assert not cross_check.never_started(run, {}, 1)
+
+
+def test_torchrun_of_a_later_attempt_was_not_started_without_its_logs(tmp_path):
+    run = tmp_path / "0-one"
+    run.mkdir()
+    rundir.heartbeat(run, 0).touch()
+    rundir.logs(run, 1).mkdir(parents=True)
+    (run / rundir.HALT).touch()  # for `Run.prepare`, which then ends the run as halted
+    waiting = {"state": "starting", "attempt": 2, "torchrun": None, "asked": ""}
+    assert cross_check.never_started(run, waiting, 2)
+    assert not cross_check.never_started(run, waiting | {"torchrun": {"pid": 7}}, 2)
+    assert not cross_check.never_started(run, waiting | {"asked": "stop"}, 2)
+    assert not cross_check.never_started(run, waiting | {"state": "running"}, 2)
+    rundir.logs(run, 2).mkdir()
+    assert not cross_check.never_started(run, waiting, 2)
+
+
+@pytest.mark.parametrize("halts", [False, True])
+def test_an_attempt_that_a_dead_supervisor_had_not_started_starts_unless_halted(begin, halts):
+    started = begin(
+        phase("one", "member.py", 100_000, "leave"), shell=STUB,
+        restart={"when": "crash", "attempts": 2, "backoff_s": 3},
+    )  # fmt: skip
+    started.wait_state("restarting")
+    run = started.run()
+    blocking = run / "logs" / "attempt2"
+    blocking.touch()  # a file where the directory of the logs should be
+    started.wait(lambda: started.state()["attempt"] == 2 and started.alerts("restart-waits"))
+    started.kill_supervisor()
+    blocking.unlink()
+    if halts:
+        (run / rundir.HALT).touch()
+    actions.adopt(started.path)
+    (phase_state,) = started.wait_end()["phases"]
+    assert phase_state["state"] == ("halted" if halts else "crashed"), phase_state["why"]
+    begun = [each["attempt"] for each in started.events(0) if each["kind"] == "phase"]
+    assert begun == ([1] if halts else [1, 2])
+
+
+def test_a_document_in_a_folder_that_cannot_be_read_is_not_missing(tmp_path):
+    assert former_documents.document(tmp_path / "none", rundir.SUPERVISOR) == {}
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(RefusedError, match="cannot be read as a JSON document"):
+        former_documents.document(tmp_path / "loop", rundir.SUPERVISOR)
+
+
+def test_a_later_run_that_cannot_be_read_may_have_started(tmp_path):
+    runs = [tmp_path / "0-one", tmp_path / "1-two"]
+    cross_check.check_phase(0, runs, waiting=False)
+    runs[1].symlink_to("1-two")
+    with pytest.raises(RefusedError, match="1-two has started"):
+        cross_check.check_phase(0, runs, waiting=False)
 
 
 def test_an_adoption_needs_the_working_directory_of_the_launch(orphan, tmp_path):

@@ -16,7 +16,7 @@ from console.plan import Restart
 from console.plans import gate_check
 from console.run_state import Facts, decide
 from console.sources import process
-from console.supervisor import cross_check, former_documents, launch_spec
+from console.supervisor import cross_check, launch_spec
 from console.supervisor.ends import end_of, take_log
 from console.supervisor.live_directory import LastPulses, Live
 from console.supervisor.next_flags import MAY_IGNORE, NextFlags
@@ -181,49 +181,6 @@ def test_a_restart_is_due_where_the_last_event_says_so_too(launch):
         tell(run, {"kind": "state", "state": event_state})
         _, document, warnings = read_run(launch)
         assert (document["state"], len(warnings)) == (found, found == "crashed")
-
-
-def test_a_document_in_a_folder_that_cannot_be_read_is_not_missing(tmp_path):
-    assert former_documents.document(tmp_path / "none", rundir.SUPERVISOR) == {}
-    (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(RefusedError, match="cannot be read as a JSON document"):
-        former_documents.document(tmp_path / "loop", rundir.SUPERVISOR)
-
-
-def test_a_later_run_that_cannot_be_read_may_have_started(launch):
-    runs = [launch / "0-one", launch / "1-two"]
-    cross_check.check_phase(0, runs, waiting=False)
-    runs[1].symlink_to("1-two")
-    with pytest.raises(RefusedError, match="1-two has started"):
-        cross_check.check_phase(0, runs, waiting=False)
-
-
-@pytest.mark.parametrize("sign", ["logs", "unreadable", "record", "checkpoint", "halt"])
-def test_torchrun_was_started_where_one_sign_says_so_or_cannot_be_read(launch, sign):
-    """supervisor.json is missing, for example because the disk was full."""
-    run = launch / "0-one"
-    assert cross_check.never_started(run, {}, 1)
-    if sign == "unreadable":
-        (run / "logs").symlink_to("logs")
-    elif sign in ("logs", "checkpoint"):
-        (rundir.logs(run, 1) if sign == "logs" else run / rundir.CHECKPOINTS).mkdir(parents=True)
-    else:
-        (run / rundir.HALT if sign == "halt" else rundir.heartbeat(run, 0)).touch()
-    assert not cross_check.never_started(run, {}, 1)
-
-
-def test_torchrun_of_a_later_attempt_was_not_started_without_its_logs(launch):
-    run = launch / "0-one"
-    rundir.heartbeat(run, 0).touch()
-    rundir.logs(run, 1).mkdir(parents=True)
-    (run / rundir.HALT).touch()  # for `Run.prepare`, which then ends the run as halted
-    waiting = {"state": "starting", "attempt": 2, "torchrun": None, "asked": ""}
-    assert cross_check.never_started(run, waiting, 2)
-    assert not cross_check.never_started(run, waiting | {"torchrun": {"pid": 7}}, 2)
-    assert not cross_check.never_started(run, waiting | {"asked": "stop"}, 2)
-    assert not cross_check.never_started(run, waiting | {"state": "running"}, 2)
-    rundir.logs(run, 2).mkdir()
-    assert not cross_check.never_started(run, waiting, 2)
 
 
 def test_a_phase_is_behind_where_its_run_and_its_records_say_that_it_passed(tmp_path):

@@ -268,24 +268,6 @@ def test_a_halt_file_made_by_hand_keeps_the_next_attempt_from_starting(begin, bl
     assert not process.with_token(started.token())
 
 
-@pytest.mark.parametrize("halts", [False, True])
-def test_an_attempt_that_a_dead_supervisor_had_not_started_starts_unless_halted(begin, halts):
-    started = waiting(begin, 3)
-    run = started.run()
-    blocking = run / "logs" / "attempt2"
-    blocking.touch()  # a file where the directory of the logs should be
-    started.wait(lambda: started.state()["attempt"] == 2 and started.alerts("restart-waits"))
-    started.kill_supervisor()
-    blocking.unlink()
-    if halts:
-        (run / rundir.HALT).touch()
-    actions.adopt(started.path)
-    (phase_state,) = started.wait_end()["phases"]
-    assert phase_state["state"] == ("halted" if halts else "crashed"), phase_state["why"]
-    begun = [each["attempt"] for each in started.events(0) if each["kind"] == "phase"]
-    assert begun == ([1] if halts else [1, 2])
-
-
 @pytest.mark.parametrize(
     ("method", "answer"),
     [
