@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from console.sources import legacy
-from console.sources.tail import PACKED_BYTES, GzipTail, Record, Tail
+from console.sources.tail import PACKED_BYTES, GzipTail, Record, Tail, is_missing
 from trainers.contract import heartbeat, jsonl, rundir
 
 MAX_RANKS = 4096
@@ -250,6 +250,7 @@ class RecordFiles:
         self._again_bytes = again_bytes
         self._followed: dict[str, RecordFile] = {}
         self._turns: deque[str] = deque()
+        self._unlisted = False
         self.has_more = False
         """True if the last poll stopped at its limit of bytes."""
         self.is_legacy = False
@@ -278,7 +279,9 @@ class RecordFiles:
 
     @property
     def unread(self) -> str:
-        """A sentence on a heartbeat file that exists and cannot be read, or "" if there is none."""
+        """A sentence on a directory or heartbeat file that cannot be read, or "" if there is none."""
+        if self._unlisted:
+            return "the run directory cannot be listed"
         beats = {name: rank for name in self._followed if (rank := rank_of(name)) is not None}
         ranks = sorted(rank for name, rank in beats.items() if self._followed[name].tail.unread)
         return f"the heartbeat of rank {ranks[0]} cannot be read" if ranks else ""
@@ -307,7 +310,9 @@ class RecordFiles:
         self.has_more = left <= 0
 
     def _discover(self, world: int) -> None:
-        for name in map(whole_name, rundir.names(self.run) or []):
+        names = rundir.names(self.run)
+        self._unlisted = names is None and not is_missing(self.run)
+        for name in map(whole_name, names or []):
             if name in self._followed or len(self._followed) >= MAX_FILES:
                 continue
             if (follower := self._open(name, world)) is not None:

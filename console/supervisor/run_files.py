@@ -40,7 +40,7 @@ class Poll:
     behind: bool = False
     """True if the poll stopped at its limit, so more records may wait."""
     unread: str = ""
-    """A sentence on a heartbeat file that exists and cannot be read, or "" if there is none."""
+    """A sentence on a directory or heartbeat file that cannot be read, or "" if there is none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ SAMPLE = {
     "halt": (
         Failure("utime", f"{RUN}/.HALT", "EIO"),
         Failure("read", f"{RUN}/heartbeat_rank*.jsonl", "EIO", lasting=True),
+        Failure("list", RUN, "EIO"),
     ),
     "restart": (
         Failure("mkdir", f"{RUN}/logs/attempt*", "ENOSPC"),

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from console.sources.record_files import RecordFiles
 from console.sources.tail import Tail
 from trainers.contract import heartbeat, jsonl
 
@@ -135,3 +136,11 @@ def test_a_hole_costs_nothing_and_the_record_behind_it_is_read(tmp_path, recent)
     path.write_bytes(bytes(3 << 18) + jsonl.encode(GOOD))
     zeros = drain(Tail(path, heartbeat.accept))
     assert [record["step"] for record in zeros] == [3], "the file has zeros and no hole"
+
+
+def test_a_directory_that_cannot_be_listed_is_not_one_without_records(tmp_path):
+    run = tmp_path / "run"
+    files = RecordFiles(run)
+    assert (list(files.poll(1 << 20)), files.unread) == ([], "")
+    run.symlink_to(run)
+    assert (list(files.poll(1 << 20)), files.unread) == ([], "the run directory cannot be listed")
