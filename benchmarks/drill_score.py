@@ -112,7 +112,7 @@ def totals(results: Sequence[Result]) -> str:
 
 
 def by_author(results: Sequence[Result]) -> str:
-    """Returns the table of right ranks, phases and causes and of high confidence, by author."""
+    """Returns a table by author: shares of right ranks, phases, causes, and of high confidence."""
     rows = []
     for name, wanted in [("both", AUTHORS), *((str(each), (each,)) for each in AUTHORS)]:
         of = [result for result in results if result.case.author in wanted]

@@ -154,7 +154,7 @@ KINDS: Mapping[str, Callable[[Inputs], Inputs]] = {
     "pulse phases": _ranks(_without_phase),
     "times of the records": _ranks(lambda r: replace(r, records_s=None, p99_s=None)),
 }  # fmt: skip
-"""The functions that remove a kind of evidence of all ranks, by its name ("nothing": none)."""
+"""The function that removes a kind of evidence of all ranks, by kind; "nothing" removes none."""
 OF_ONE: Mapping[str, Change] = {
     f"the {name} of {who}": _of_one(field, of_culprit)
     for field, name in (("stacks", "stack"), ("flights", "flight record"),

@@ -89,7 +89,10 @@ def start_words(phase: Mapping[str, Any]) -> str:
 
 
 def _is_newest(run: Path, step: int) -> bool:
-    """Returns whether no checkpoint of a run is of a later step; the ranks choose by the step."""
+    """Returns whether all checkpoints of a run are of `step` or of earlier steps.
+
+    The ranks choose the checkpoint by its step. Returns False if the checkpoints cannot be listed.
+    """
     with contextlib.suppress(manifest.CheckpointError):
         return all((manifest.step_of(path) or 0) <= step for path in manifest.newest_first(run))
     return False

@@ -47,7 +47,11 @@ class ReaderView:
     behind: bool = False
     """True if some records have not been read yet."""
     trouble: str = ""
-    """Why supervisor.json cannot be read, or "" if its content or another state is known."""
+    """Why supervisor.json cannot be read.
+
+    It is "" if there is no such file, if the file was read, now or earlier, or if plan_state.json
+    has an entry of the run.
+    """
     moved: str = ""
     """A sentence if the directory is a copy or was moved, or ""."""
 

@@ -52,8 +52,8 @@ def optimise(optimizer: torch.optim.Optimizer, skipped: Tensor) -> None:
 def dead_parameters(model: nn.Module) -> list[str]:
     """Returns the parameters whose gradient is missing or zero; waits for the device.
 
-    Each part of a `Projection` is treated as a parameter. All ranks must call this function,
-    because each rank has a part of a sharded gradient.
+    Each part of a `Projection` is treated as a parameter, unless its gradient is missing. All ranks
+    must call this function, because each rank has a part of a sharded gradient.
     """
     dead = []
     joined = {f"{n}.weight": m for n, m in model.named_modules() if isinstance(m, Projection)}

@@ -32,7 +32,11 @@ MIB = 1 << 20
 
 
 class Inventory:
-    """Writes the files of one rank; `every` is the number of steps between two memory dumps."""
+    """Writes the files of one rank, for example reports of dtypes and memory.
+
+    The memory of a GPU is dumped before and after each step that is a multiple of `every`; with 0,
+    only at the boot and after the first step.
+    """
 
     def __init__(
         self, member: Member, parallel: Single, model: nn.Module,
@@ -57,7 +61,10 @@ class Inventory:
             self._dump_memory(f"pre_step{step}")
 
     def end(self, step: int) -> None:
-        """Writes the memory dumps due after a step, and the optimizer size after the first step."""
+        """Writes the memory dumps due after a step, and the optimizer size after the first step.
+
+        Without FSDP, only rank 0 writes the size.
+        """
         if self._is_first:
             self._is_first = False
             self._dump_memory(f"step{step}")

@@ -173,7 +173,8 @@ def _origin_and_args(kind: Any) -> tuple[Any, tuple[Any, ...]]:
 def _read(kind: Any, value: Any, empty: Any = None) -> Any:
     """Returns an object of the type `kind` from the form in which `plain` returned it.
 
-    Raises one of `INVALID` for any other value. A deque gets the maximum length of `empty`.
+    Raises one of `INVALID` for a value in another form; but for a tuple, the characters of a text
+    or the keys of an object are accepted as items. A deque gets the maximum length of `empty`.
     """
     if value.__class__ is float and kind in FLOATS:
         return value  # most values of a snapshot

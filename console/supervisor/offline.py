@@ -265,7 +265,7 @@ def diagnosis(path: Path) -> Diagnosis:
 def _poll(source: OfflineRun) -> Diagnosis | Readings:
     """Polls a run; returns a diagnosis that needs no new evidence, or else the readings.
 
-    In these readings, each rank has its process (see `ranks_of`).
+    In these readings, a rank has the state of its process if this is known (see `ranks_of`).
     """
     now, state = source.poll(), source.state
     run = source.of[0] if source.of else None
@@ -315,7 +315,7 @@ def _without_verdict(source: OfflineRun, ranks: tuple[RankEvidence, ...]) -> Dia
 
 
 def ranks_of(state: RunState, run: Path, now: Readings) -> tuple[RankEvidence, ...]:
-    """Returns the ranks of the last poll, each with its process.
+    """Returns the ranks of the last poll, with the known states of their processes.
 
     The pid of a rank that has not ended is 0 if supervisor.json does not prove that the process is
     the rank.

@@ -24,7 +24,7 @@ from trainers.contract import jsonl, rundir
 
 LEFTOVER_GRACE_S = 2.0
 SCAN_EVERY_S = 0.2
-"""The least time between two scans; a scan reads the environments of the host's processes."""
+"""Least time until `is_over` repeats a scan that found processes, and `enforce` repeats KILL."""
 GONE_STATES = ("Z", "X", process.GONE)
 LATE_S = 1.0
 """Time within which a process usually ends after KILL, and the owner reports an exit."""
@@ -101,8 +101,7 @@ class Tree:
         self._kill_at = self._ranks_kill_at = math.inf
         """The end of the grace time of all processes (0 after KILL), and that of the ranks."""
         self._first_killed = math.inf
-        """The time of the first KILL to all processes; before that, of the first KILL to the ranks
-        alone."""
+        """The time of the first KILL to all processes; before it, of the first KILL to ranks."""
         self._scanned = self._killed = self._agent_over_at = 0.0
         self._left: list[int] = []
         self._over_at: dict[int, float] = {}
@@ -306,7 +305,7 @@ class Tree:
             handle.close()
 
     def _found(self) -> list[int]:
-        """Returns the processes that have the token of the run."""
+        """Returns the processes with the run's token; reads the environments of all processes."""
         return process.with_token(self.token, self._home)
 
     def _strays(self) -> list[int]:

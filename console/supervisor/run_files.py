@@ -36,7 +36,7 @@ class Poll:
     csv: Progress | None = None
     """The newest row of training.csv, or None if no complete row was read."""
     env: Mapping[str, Any] = field(default_factory=dict)
-    """env.json of this attempt, or {} if there is none."""
+    """env.json of this attempt, or {} if it is not available."""
     behind: bool = False
     """True if the poll stopped at its limit, so more records may wait."""
     unread: str = ""
@@ -132,7 +132,7 @@ class Environment:
         self._document, self._attempt = json_documents.Document(run / rundir.ENV), attempt
 
     def poll(self) -> Mapping[str, Any]:
-        """Returns the document, or {} if this attempt has not written the document."""
+        """Returns the document of this attempt, or {} if none of this attempt could be read."""
         record = self._document.read()
         return record if jsonl.integer(record, "attempt") == self._attempt else {}
 

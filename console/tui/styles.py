@@ -36,7 +36,10 @@ LEVEL_STYLE = {"info": "info", "warn": "warn", "crit": "crit"}
 PLAIN = str.maketrans(
     "─│…–·×→←↓↑↻◂▸›✓✗○●▏▎▍▌▋▊▉█°▁▂▃▄▅▆▇≥≤÷", "-|~-.x><v^@<>>+x.*::::####o_.-:=+*></"
 )  # fmt: skip
-"""An ASCII character for each of these characters; `drawn` shows other non-ASCII text as "?"."""
+"""An ASCII character for each of these characters, for a terminal without UTF-8.
+
+Such a terminal shows other non-ASCII characters as "?".
+"""
 ascii_only = False
 """True for a terminal without UTF-8."""
 

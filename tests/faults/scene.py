@@ -129,10 +129,10 @@ class Scene:
     def inject(
         self, started: Started, act: Callable[[], object], seen: Seen, cause: Seen | None = None
     ) -> str:
-        """Injects a fault and waits until a console shows the fault; returns the words.
+        """Injects a fault, and waits until a console shows the fault.
 
-        With `cause`, also waits for the words with the cause, which needs evidence. The result has
-        both times.
+        With `cause`, then waits until the console also shows the cause, which needs evidence.
+        Returns the last words for which it waited. The record of the test has both times.
         """
         source = RunSource(started.path)
         source.poll()

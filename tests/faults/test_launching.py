@@ -20,7 +20,7 @@ from trainers.contract import rundir
 from trainers.contract.errors import RefusedError
 
 MOMENTS = 6
-"""`make test` kills a launch at about this number of steps, `make faults` at all steps."""
+"""`make test` kills a launch at about this number of calls, `make faults` at all calls."""
 
 LAUNCHER = """
 import os, signal, sys
@@ -41,11 +41,14 @@ actions.launch(options, "launcher")
 count, total, seen = None, seen, -1
 print(total, flush=True)
 """
-"""A program that kills itself before the `last`-th step of a launch that `count` counts."""
+"""A program that launches, and kills itself at the `last`-th call that `count` counts.
+
+If it is not killed, it prints the number of these calls.
+"""
 
 
 def launch_and_die(folder: Path, last: int, plan: str) -> int:
-    """Launches in a process that kills itself at step `last`; returns the steps, or 0 if killed."""
+    """Runs `LAUNCHER`; returns the number of calls that it counted, or 0 if it killed itself."""
     done = subprocess.run(
         [sys.executable, "-c", LAUNCHER, str(folder), str(last), plan], cwd=ROOT, text=True,
         capture_output=True, timeout=HANG_GUARD_S, env={**os.environ, **STUB},

@@ -39,7 +39,10 @@ class Recorder:
     """
 
     check_every_s = 1.0
-    """Seconds between two checks that an open file is still at its path."""
+    """Least seconds between two checks that an open file is still at its path.
+
+    A check is made only before a write, and never of stdout.
+    """
 
     def __init__(self, is_ours: Callable[[], bool] = lambda: True) -> None:
         self._is_ours = is_ours

@@ -1,4 +1,4 @@
-"""Names in the directories of a run, which other users may have written."""
+"""Tests `rundir.names`: other users may have put links into the directories of a run."""
 
 from __future__ import annotations
 
