@@ -279,7 +279,7 @@ class RecordFiles:
 
     @property
     def unread(self) -> str:
-        """A sentence on a directory or heartbeat file that cannot be read, or "" if there is none."""
+        """Why the directory or a heartbeat file cannot be read, or "" if all can be read."""
         if self._unlisted:
             return "the run directory cannot be listed"
         beats = {name: rank for name in self._followed if (rank := rank_of(name)) is not None}
