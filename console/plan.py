@@ -1,7 +1,6 @@
 """Parses plans from YAML into frozen data.
 
-An unknown key of a plan, a phase or another section is an error. The names in `set`, `gates` and
-`rules` are not checked here.
+An unknown key of a section is an error; the names in `set`, `gates` and `rules` are not checked.
 """
 
 from __future__ import annotations
@@ -186,9 +185,8 @@ MAX_VARIANTS = 5
 SIGNIFICANT_P = 0.005
 """The limit of the p-values of a sweep with two variants (see `highest_p`).
 
-If there is no true difference, at most 1 % of the sweeps should find a difference by chance. The
-limit is half of 1 %, because load that lasts longer than a round makes the test find slightly more
-false differences.
+At most 1 % of the sweeps without a true difference should find a difference by chance. The limit is
+half of 1 %, because load that lasts longer than a round causes slightly more false differences.
 """
 
 

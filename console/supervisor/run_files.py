@@ -40,7 +40,7 @@ class Poll:
     behind: bool = False
     """True if the poll stopped at its limit, so more records may wait."""
     unread: str = ""
-    """A sentence on a directory or heartbeat file that cannot be read, or "" if there is none."""
+    """Why the directory or a heartbeat file cannot be read, or "" if all can be read."""
 
 
 @dataclass(frozen=True, slots=True)
