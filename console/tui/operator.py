@@ -193,7 +193,7 @@ class Operator:
         def launched(found: tuple[Path, list[str]]) -> None:
             path, messages = found
             text = f"launched {what} in {path}; q leaves, the run continues"
-            screen.say("; ".join([text, *messages]))
+            screen.say("; ".join([*messages, text]))
             screen.follow(path)
 
         work, runs = partial(self._work.launch, options), command("--root", options.root, "runs")

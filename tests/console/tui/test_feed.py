@@ -15,7 +15,7 @@ def test_planned_flags_are_read_again_when_the_plan_can_be_read_again(tmp_path):
     feed = Feed(str, path, tmp_path)
     feed.wants_coming = True
     found = feed.take()
-    assert "holds no readable plan.json" in found.coming_trouble
+    assert "contains no readable plan.json" in found.coming_trouble
     phases = [{"name": name, "script": "x.py", "flags": {"NSA_LR": 0.5}} for name in ("a", "b")]
     given = plan.parse({"name": "toy", "phases": phases}, "test")
     rundir.write_json(path / rundir.PLAN, LaunchSpec("toy", given, "ann").as_dict(1.0))
