@@ -45,7 +45,7 @@ def runs(options: argparse.Namespace) -> int:
     """Lists launches, and runs without a launch, newest first."""
     if options.root != launches.ROOT and not options.root.is_dir():
         raise NotFoundError(f"there is no directory {options.root}, so there are no launches")
-    rows, lines = [], [f"{'launch':<36} {'phase':<14} {'state':<12} {'step':<13} why"]
+    rows, lines = [], [("launch", "phase", "state", "step", "why")]
     for path in launches.launches_and_bare_runs(options.root)[: options.limit]:
         state = poll_confirmed(RunSource(path))
         launch = state.launch
@@ -61,9 +61,11 @@ def runs(options: argparse.Namespace) -> int:
         })  # fmt: skip
         step = "-" if state.step is None else f"{state.step:,}"
         again = f"attempt {state.attempt}; " if state.attempt > 1 else ""
-        lines.append(f"{clean(name, 200):<36} {phase:<14} {word:<12} step {step:<8} {again}{why}")
+        lines.append((clean(name, 200), phase, word, step, again + why))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     none = f"no launches under {options.root}; start one with {program()} launch PLAN"
-    show(options.json, rows, lines if rows else [none])
+    shown = ("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+    show(options.json, rows, shown if rows else [none])
     return 0
 
 

@@ -173,7 +173,7 @@ def test_the_list_names_runs_by_hand_among_the_launches(launch, capsys):
     assert rows[0].keys() == rows[1].keys()
     first = said(capsys, "--root", root, "runs", "--limit", 1)[1]
     head, row = first.splitlines()
-    assert (head.split(), row.startswith(f"{ids[0]} by hand ")) == (
+    assert (head.split(), row.startswith(f"{ids[0]}  by hand ")) == (
         ["launch", "phase", "state", "step", "why"], True,
     )  # fmt: skip
     assert said(capsys, "status", ids[2])[0] == rows[2]["exit_code"]
