@@ -142,7 +142,7 @@ _RULES = (
           lambda c: c.total <= c.config.nsa.window),
     _Rule("win", "banded", "SDPA over chunks of tokens", lambda c: True),
 )  # fmt: skip
-"""Of the rules of a branch, the first that applies decides; `all` excludes the other branches."""
+"""The first rule of a branch that applies decides; a rule for `all` excludes the other branches."""
 
 _FLASH_ATTN_NEEDS: tuple[tuple[str, Callable[[Case], bool]], ...] = (
     ("flash-attn is not installed", lambda c: c.flash_attn),

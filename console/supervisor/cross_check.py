@@ -197,15 +197,18 @@ def read_run(link: Link, run: Path, spec: LaunchSpec, index: int, is_last: bool)
 def never_started(run: Path, state: Mapping[str, Any], number: int) -> bool:
     """Returns whether a dead supervisor began an attempt and did not start its torchrun.
 
-    A supervisor makes the directory of the attempt's logs before it starts torchrun. Before the
-    first attempt, there is no record of rank 0 and no checkpoint either. The result is False if a
-    request is to end the attempt, or a `.HALT` the first one (`Run.prepare` rejects a later one).
+    A supervisor makes the directory of the attempt's logs before it starts torchrun, and writes an
+    event after the start. Before the first attempt, there is no record of rank 0 and no checkpoint
+    either. The result is also False if a request is to end the attempt. A `.HALT` makes the result
+    False for the first attempt; for a later attempt, `Run.prepare` rejects it.
     """
     of_first = [run / rundir.HALT, rundir.heartbeat(run, 0), run / rundir.CHECKPOINTS]
     paths = [rundir.logs(run, number), *of_first * (number == 1)]
     known = jsonl.mapping(state, "torchrun") or jsonl.text(state, "asked")
+    begun = [e for e in former_documents.events(run, run)
+             if e.get("kind") == "phase" and e.get("attempt") == number]  # fmt: skip
     is_starting = jsonl.text(state, "state", "starting") == "starting"
-    return is_starting and not known and all(map(is_missing, paths))
+    return is_starting and not (known or begun) and all(map(is_missing, paths))
 
 
 def newest_living_attempt(record: Mapping[str, Any], state: Mapping[str, Any]) -> int:

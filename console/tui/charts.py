@@ -32,7 +32,7 @@ class Chart:
     parts: tuple[str, ...] = ()
     """The series whose values the zoomed chart lists one by one."""
     measures: str = ""
-    """What is measured, if the unit does not show it: "GPU", "CPU" or "RSS"; or else ""."""
+    """The measured thing if the unit does not show it ("GPU", "CPU" or "RSS"), or else ""."""
     is_over: bool = False
     """True for a chart of ranks or GPUs whose run has ended, so that they have no present value."""
 

@@ -45,8 +45,9 @@ class CannotAsk(Exception):
 def question(state: RunState | None, *actions: Action) -> Question:
     """Returns the confirmation of actions on the displayed run, with one button per action.
 
-    Of adopt and resume, only the possible action has a button. While the run's launch waits between
-    two phases, the only button for halt, stop or kill is a halt of the launch. Raises CannotAsk.
+    The buttons for adopt and resume exclude each other: only the possible action has one. While the
+    run's launch waits between two phases, the only button for halt, stop or kill is a halt of the
+    launch. Raises CannotAsk.
     """
     state, first = _shown(state), actions[0]
     launch = state.launch

@@ -75,7 +75,7 @@ def test_an_attempt_whose_torchrun_was_never_started_begins_after_the_adoption(b
     assert "running → starting" not in " ".join(each["text"] for each in started.events(1))
 
 
-@pytest.mark.parametrize("sign", ["logs", "unreadable", "record", "checkpoint", "halt"])
+@pytest.mark.parametrize("sign", ["logs", "unreadable", "record", "checkpoint", "halt", "event"])
 def test_torchrun_was_started_where_one_sign_says_so_or_cannot_be_read(tmp_path, sign):
     """supervisor.json is missing, for example because the disk was full."""
     run = tmp_path / "0-one"
@@ -85,6 +85,9 @@ def test_torchrun_was_started_where_one_sign_says_so_or_cannot_be_read(tmp_path,
         (run / "logs").symlink_to("logs")
     elif sign in ("logs", "checkpoint"):
         (rundir.logs(run, 1) if sign == "logs" else run / rundir.CHECKPOINTS).mkdir(parents=True)
+    elif sign == "event":
+        begun = {"v": 1, "kind": "phase", "attempt": 1, "text": "torchrun started"}
+        (run / rundir.EVENTS).write_bytes(jsonl.encode(begun))
     else:
         (run / rundir.HALT if sign == "halt" else rundir.heartbeat(run, 0)).touch()
     assert not cross_check.never_started(run, {}, 1)
