@@ -41,8 +41,10 @@ async def test_a_stall_that_is_over_stays_in_the_stall_view_without_its_commands
     async with driven(app_on(recorded.STATES[name](), run=tmp_path), size) as (app, pilot):
         await play(pilot, "3", f"…last verdict: {since}")
         shown = " ".join(" ".join(recorded.lines(app)).split())
-    for words in (f"the stall ended {to}", "rank 1 is stopped (SIGSTOP); rank 0 waits", f"ended: {AGAIN}",
-                  "evidence of the last stall", "+ rank 1: process state T"):  # fmt: skip
+    for words in (
+        f"the stall ended {to}", "rank 1 is stopped (SIGSTOP); rank 0 waits", f"ended: {AGAIN}",
+        "evidence of the last stall", "+ rank 1: process state T",
+    ):  # fmt: skip
         assert words in shown
     assert "71588" not in shown
     assert "→" not in shown
