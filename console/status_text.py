@@ -32,6 +32,12 @@ DASH = "–"
 NO_AGE = "age not available (its time is in the future or missing)"
 OLD_S = 30.0
 """The age of a figure is shown if it is higher than this, or if the run has ended."""
+SHOWN = (
+    "toks_per_s", "step_p50_s", "step_p99_s", "loss", "bytes_right", "grad_norm",
+    "gate_entropy_mean", "gate_entropy_min", "gate_share_cmp", "gate_share_sel", "gate_share_win",
+    "mfu", "gpu_mem_reserved", "rss_mib", "stalls",
+)  # fmt: skip
+"""The figures that `status` prints without `--all`."""
 COUNTED = ("records", "restarts", "stalls", "steps", "non-finite steps")
 """Units that are shown in the singular for the value 1."""
 RESULT_WORDS: Mapping[str, str] = {"pass": "passed", "fail": "failed", "unknown": "unknown"}
@@ -234,7 +240,7 @@ def checkpoint_text(state: RunState) -> str:
     return state.checkpoint or (resumed if state.resumed_step else "")
 
 
-def status_lines(state: RunState, whole: bool = False) -> Iterator[str]:
+def status_lines(state: RunState, whole: bool = False, all_figures: bool = True) -> Iterator[str]:
     """Yields the lines of `status`, for example the state, ranks, figures, alerts and gates."""
     yield from _state_lines(state, whole)
     if state.data_age_s is not None or (state.ranks and state.state in LIVE_STATES):
@@ -250,10 +256,7 @@ def status_lines(state: RunState, whole: bool = False) -> Iterator[str]:
     if state.skipped_records:
         yield f"  {skipped(state)} and {'is' if state.skipped_records == 1 else 'are'} skipped"
     yield from (f"  {rank_line(rank)}" for rank in state.ranks)
-    for name, figure in state.figures.items():
-        old_s = time.time() - figure.at
-        ago = f", {age(old_s)} ago" * (old_s > OLD_S or state.state not in LIVE_STATES)
-        yield f"  {name:<20} {number(figure.value):>12} {figure.unit:<10} {figure.window}{ago}"
+    yield from _figure_lines(state, all_figures)
     for alert in state.alerts:
         yield f"  {alert.level.upper()} {'acknowledged: ' * alert.acknowledged}{alert.text}"
     if state.verdict:
@@ -266,6 +269,16 @@ def status_lines(state: RunState, whole: bool = False) -> Iterator[str]:
         yield f"  checkpoint {saved}"
     if state.launch:
         yield from launch_lines(state.launch)
+
+
+def _figure_lines(state: RunState, all_figures: bool) -> Iterator[str]:
+    shown = [each for each in state.figures.items() if all_figures or each[0] in SHOWN]
+    for name, figure in shown:
+        old_s = time.time() - figure.at
+        ago = f", {age(old_s)} ago" * (old_s > OLD_S or state.state not in LIVE_STATES)
+        yield f"  {name:<20} {number(figure.value):>12} {figure.unit:<10} {figure.window}{ago}"
+    if left := len(state.figures) - len(shown):
+        yield f"  {counted(left, 'more figure')}: status --all"
 
 
 def _state_lines(state: RunState, whole: bool) -> Iterator[str]:

@@ -73,7 +73,7 @@ def status(options: argparse.Namespace) -> int:
     """Prints the state, ranks, alerts and gates of a run."""
     run = source(options)
     state = poll_confirmed(run)
-    lines = status_text.status_lines(state, run.is_launch)
+    lines = status_text.status_lines(state, run.is_launch, options.all)
     resume = (f"  {line}" for line in resume_lines(state))
     show(options.json, status_text.as_json(state, run.is_launch), [*lines, *resume])
     return status_text.exit_code(state, run.is_launch)

@@ -160,7 +160,10 @@ QUERIES: tuple[Command, ...] = (
                metavar="N", help="largest number of lines (default: %(default)s)"),
     ), target="query.runs"),
     Command("status", "Print the state, ranks, alerts and gates of a run.",
-            ("status latest", "status latest --json"), (_run(),), target="query.status"),
+            ("status latest", "status latest --json"), (
+        _run(),
+        option("--all", action="store_true", help="print all figures, not only the main ones"),
+    ), target="query.status"),
     Command("watch", "Follow one run until it ends.",
             ("watch latest", "watch latest --plain", "watch cpu_smoke-20261121-060500 --json"), (
         _run(),

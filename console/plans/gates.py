@@ -266,7 +266,7 @@ def _gate(rule: GateRule, wanted: Demand, summary: Summary, at: int) -> Gate:
     result: Result = "unknown"
     why = rule.gap(totals) or found.doubt
     if found.value is None:
-        why = why or found.why or f"no value for this gate in {rule.source}"
+        why = why or found.why or f"no value in {rule.source}; see docs/gates.md"
     elif holds(found.value, limit):
         result = "unknown" if why else "pass"
     elif rule.certain or not why:

@@ -106,18 +106,6 @@ def wrap(text: str, width: int, limit: int = 99) -> list[str]:
     return [*lines, f"{whole_words} …" if blank and not text.endswith(last) else last]
 
 
-def flow(text: str, first: int, width: int, limit: int) -> list[str]:
-    """Breaks text into at most `limit` lines, if possible at spaces; the last line may be cut.
-
-    The first line has at most `first` cells, the others at most `width`.
-    """
-    text = " ".join(text.split())
-    if cell_len(text) <= first or limit == 1:
-        return [cut(text, first)]
-    head = chop(text, first, 2, 0)[0]
-    return [head, *wrap(text[len(head) :], width, limit - 1)]
-
-
 def chop(text: str, width: int, limit: int = 20, first: int | None = None) -> list[str]:
     """Breaks text into lines of at most `width` cells, if possible at spaces; cuts after `limit`.
 

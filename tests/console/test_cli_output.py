@@ -59,6 +59,17 @@ def test_output_that_is_lost_is_exit_code_6_and_one_sentence(launch, words):
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_status_prints_the_main_figures_and_names_the_option_for_all_of_them(tmp_path):
+    path = directory.launch(tmp_path)
+    directory.beat(directory.run(path / "0-first"), 0, 3, loss=2.5, lr=0.001, dt_fetch_s=0.5)
+    main, whole = (shell(f"{CONSOLE} status {path}{option}").stdout for option in ("", " --all"))
+    assert "\n  loss " in main
+    assert "\n  lr " not in main
+    assert "\n  lr " in whole
+    left = len(whole.splitlines()) - len(main.splitlines()) + 1
+    assert f"\n  {left} more figures: status --all\n" in main
+
+
 def test_a_reader_that_leaves_is_no_error_worth_a_word(launch):
     reading, writing = os.pipe()
     os.close(reading)

@@ -22,7 +22,7 @@ from trainers.contract import flags as registry
 WIDE = 110
 LEAST_FLAGS, LEAST_HEIGHT = 7, 18
 """Number of rows that other panels leave, if possible, to the list of flags and its heading; least
-height of a view that shows facts about the training."""
+height of a view that shows facts about the training, if it does not show gates."""
 
 
 def live_launch(snapshot: ScreenData | None) -> tuple[RunState, LaunchState] | None:
@@ -121,7 +121,10 @@ class Launch(Scrolls, View):
         if prepared is None or live_launch(snapshot):
             return []
         lines = wrap("; ".join(map(" ".join, prepared.training)), width, height - 1)
-        return [rule("training", width, detail="first phase"), *(((x, ""),) for x in lines)]
+        return [
+            rule("training", width, detail="new launch, first phase"),
+            *(((x, ""),) for x in lines),
+        ]
 
     def _line(self, snapshot: ScreenData) -> tuple[str, str]:
         """Returns two values: a title, and the command of the draft or of the displayed launch."""
@@ -131,7 +134,7 @@ class Launch(Scrolls, View):
             title = f"command of phase {own.numbered if own else DASH}{ended}"
             return title, shell_line(state.argv, state.environment)
         prepared = self.draft.prepared
-        return "command of the first phase", prepared.shell(0) if prepared else ""
+        return "command of a new launch, first phase", prepared.shell(0) if prepared else ""
 
     def _command_rows(self, snapshot: ScreenData, width: int, height: int) -> list[Row]:
         title, line = self._line(snapshot)
@@ -200,7 +203,7 @@ class Launch(Scrolls, View):
             if snapshot.coming_trouble:
                 heading += f": not available: {snapshot.coming_trouble}"
         else:
-            draft, when, heading = self.draft, "launch", "flags now → next"
+            draft, when, heading = self.draft, "launch", "flags of a new launch"
             choice = {flag_list.BETWEEN.name: draft.between} if draft.between == "go" else {}
             planned = {flag_list.BETWEEN.name: "ask", **draft.planned}
             flags = (flag_list.BETWEEN, *registry.FLAGS.values())
@@ -221,9 +224,10 @@ class Launch(Scrolls, View):
         both = 2 if state and state.gates and not live_launch(snapshot) else 1
         line = len(self._command_rows(snapshot, width, 8 if tall else 3))
         check = max(2, len(self._check_rows(snapshot, width, (9 if tall else 3) * both)))
-        size = len(self._training_rows(snapshot, width, 3)) if height >= LEAST_HEIGHT else 0
+        is_shown = tall or (height >= LEAST_HEIGHT and both == 1)
+        size = len(self._training_rows(snapshot, width, 3)) if is_shown else 0
         self._training.display = size > 0
-        room = max(2, height - LEAST_FLAGS - line - check - size)
+        room = max(2, min(4, height // 4), height - LEAST_FLAGS - line - check - size)
         phase = "1fr" if wide else len(self._phase_rows(snapshot, width, room))
         for panel, rows in ((self._command, line), (self._checks, check), (self._phases, phase),
                             (self._training, size)):  # fmt: skip

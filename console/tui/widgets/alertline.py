@@ -11,7 +11,7 @@ from console.status_text import not_passed, skipped, with_word
 from console.tui import format as fmt
 from console.tui.background import Pending
 from console.tui.feed import ScreenData
-from console.tui.rows import Row, clip, flow, spread, width_of
+from console.tui.rows import Row, cell_len, clip, labelled, spread, width_of, wrap
 from console.tui.styles import LEVEL_STYLE
 from console.tui.widgets.lines import Panel
 
@@ -138,8 +138,8 @@ def _of_gates(gates: tuple[Gate, ...]) -> list[Notice]:
 def alert_rows(found: list[Notice], width: int, at: int = 0, limit: int = 1) -> list[Row]:
     """Returns one of the notices in at most `limit` lines, or a neutral line if there is none.
 
-    If there is room, the first line ends with the keys. Text that does not fit to the left of the
-    keys is in the next lines, or is cut.
+    The last line ends with the keys, if at least `LEAST_ROOM` cells of text can precede them. Text
+    that does not fit is cut.
     """
     if not found:
         return [(("  no alert", "dim"),)]
@@ -148,14 +148,16 @@ def alert_rows(found: list[Notice], width: int, at: int = 0, limit: int = 1) -> 
     if len(found) > 1:
         tail = (*tail, ("  a", "key"), (f" {at + 1} of {len(found)}", "dim"))
     word, style = WORDS[notice.level], LEVEL_STYLE[notice.level]
-    indent = len(word) + 1
-    room = width - width_of(tail) - 2 - indent
-    if room < LEAST_ROOM:
-        room, tail = width - indent, ()
-    lines = flow(notice.text, room, width - indent, limit)
-    first = spread(((word, style), (" ", ""), (lines[0], style)), tail, width)
-    rest: list[Row] = [((" " * indent, ""), (line, style)) for line in lines[1:]]
-    return [clip(row, width) for row in (first, *rest)]
+    room = width - len(word) - 1
+    beside = room - width_of(tail) - 2
+    lines = wrap(notice.text, room, limit) or [""]
+    if beside < LEAST_ROOM:
+        tail = ()
+    elif cell_len(lines[-1]) > beside:
+        full = [] if len(lines) < limit else wrap(lines.pop(), beside, 1)
+        lines = [*lines, *(full or [""])]
+    *rows, last = labelled((f"{word} ", style), lines, style)
+    return [clip(row, width) for row in (*rows, spread(last, tail, width))]
 
 
 class AlertLine(Panel):

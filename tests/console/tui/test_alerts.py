@@ -9,7 +9,7 @@ import time
 import pytest
 
 from console.model import Alert
-from console.tui.rows import flow, text_of, width_of
+from console.tui.rows import text_of, width_of
 from console.tui.widgets import alertline
 from console.tui.widgets.alertline import Notice, alert_rows
 from tests.console.tui import recorded
@@ -49,13 +49,11 @@ async def test_a_long_alert_is_shown_whole_and_is_acknowledged_by_its_id(size):
     async with driven(app_on(two_alerts(), actions=asked), size) as (app, pilot):
         await see(pilot, "is written there")
         shown = lines(app)
-        assert shown[1].endswith("A ack  a 1 of 3")
-        said = shown[1].removesuffix("A ack  a 1 of 3").split() + " ".join(shown[2:4]).split()
-        assert " ".join(said).startswith(f"! CRIT {MOVED}")
+        assert " ".join(" ".join(shown[1:4]).split()).startswith(f"! CRIT {MOVED} A ack a 1 of 3")
         assert "q leave" in shown[-1]
         assert "[ Dump ]" in shown[-2]
         await pilot.press("a")
-        await until(pilot, lambda: "a 2 of 3" in lines(app)[1])
+        await until(pilot, lambda: "a 2 of 3" in " ".join(lines(app)[1:5]))
         assert lines(app)[1].startswith(f"! CRIT {recorded.SENTENCE[:20]}")
         await play(pilot, "a", "…has to look at it")
         assert lines(app)[1].startswith("! WARN no act on the stall")
@@ -75,10 +73,12 @@ def test_an_alert_fits_and_what_is_cut_is_marked(text, width):
     assert "".join(text.split()) in whole.replace("3diagnoseAacka1of2", "") or "…" in whole
 
 
-def test_text_flows_from_a_short_line_into_long_ones():
-    assert flow("one two three four five", 8, 12, 3) == ["one two", "three four", "five"]
-    assert flow("one two three four five", 8, 12, 2) == ["one two", "three …"]
-    assert flow("one", 8, 12, 2) == ["one"]
+@pytest.mark.parametrize("limit", [2, 3])
+def test_the_keys_do_not_interrupt_the_sentence_of_an_alert(limit):
+    notice = Notice("crit", "one two three four five six seven eight nine", "3 diagnose")
+    *above, below = (text_of(row) for row in alert_rows([notice], 46, 0, limit))
+    assert not any("diagnose" in row for row in above)
+    assert below.endswith("3 diagnose")
 
 
 async def test_a_directory_that_does_not_answer_is_an_alert_also_before_the_first_picture(

@@ -39,10 +39,12 @@ async def test_a_stall_that_is_over_stays_in_the_stall_view_without_its_commands
     directory.document(tmp_path / "verdicts" / f"{int(NOW - 600) * 1000}.json", STOPPED)
     since, to = (time.strftime("%H:%M:%S", time.localtime(NOW - ago)) for ago in (600, 500))
     async with driven(app_on(recorded.STATES[name](), run=tmp_path), size) as (app, pilot):
-        await play(pilot, "3", f"…last stall: {since}")
+        await play(pilot, "3", f"…last verdict: {since}")
         shown = " ".join(" ".join(recorded.lines(app)).split())
-    for words in (f"to {to}", "rank 1 is stopped (SIGSTOP); rank 0 waits", f"ended: {AGAIN}",
-                  "evidence of the last stall", "+ rank 1: process state T"):  # fmt: skip
+    for words in (
+        f"the stall ended {to}", "rank 1 is stopped (SIGSTOP); rank 0 waits", f"ended: {AGAIN}",
+        "evidence of the last stall", "+ rank 1: process state T",
+    ):  # fmt: skip
         assert words in shown
     assert "71588" not in shown
     assert "→" not in shown
@@ -154,7 +156,7 @@ def test_a_past_verdict_without_an_action_keeps_its_sentence():
 def test_a_verdict_whose_times_are_no_dates_is_shown(changed):
     last = Verdict(**(STOPPED | changed))
     rows = verdict_rows(recorded.running(), 80, 5, NOW, last)
-    assert "last stall: " in text_of(rows[0])
+    assert "last verdict: " in text_of(rows[0])
 
 
 async def test_an_alert_of_a_moved_directory_says_first_what_to_do_and_no_action_promises_more(

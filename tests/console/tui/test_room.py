@@ -162,6 +162,16 @@ async def test_a_screen_that_is_too_small_for_charts_has_the_whole_alert_figures
         assert "" not in [line.strip() for line in lines(app)[:16]]
 
 
+@pytest.mark.parametrize("size", SIZES, ids=str)
+async def test_all_phases_of_a_short_launch_that_has_ended_are_shown(size, tmp_path):
+    state = dataclasses.replace(recorded.gates_failed(), launch=recorded.launch("ended"))
+    async with driven(app_on(state, root=tmp_path), size) as (app, pilot):
+        app.draft.choose("cpu_smoke")
+        await play(pilot, "2", "…flags of a new launch", "…ready: ")
+        shown = await settled(pilot)
+        assert [phase.numbered in shown for phase in state.launch.phases] == [True] * 3, shown
+
+
 async def test_gates_of_an_earlier_run_name_that_run_once_another_plan_is_chosen(tmp_path):
     state = dataclasses.replace(recorded.gates_failed(), launch=recorded.launch("ended"))
     async with driven(app_on(state, root=tmp_path)) as (app, pilot):
