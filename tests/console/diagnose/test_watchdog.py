@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from console import plan
 from console.diagnose import rules, truth
 from console.diagnose.rank_evidence import RankEvidence
-from console.diagnose.rates import rate_ratio
-from console.diagnose.readings import Readings, setting_values, steady_growth
+from console.diagnose.readings import Readings, rate_ratio, setting_values, steady_growth
 from console.diagnose.rules import (
     ACTIONS,
     HALTING,
