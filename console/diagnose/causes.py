@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from console.diagnose import gpu_signs
 from console.diagnose.rank_evidence import (
     ENDED_STATES,
+    LASTING_STATES,
     NAMED_AFTER_S,
-    STOPPED_STATES,
     UNREPORTED,
     RankEvidence,
 )
@@ -19,7 +19,6 @@ from console.sources.descriptors import NOTHING, BlockedOn
 from console.sources.kernel_evidence import ProcessEvidence, cpu_share
 from console.sources.stacks import Stack
 
-LASTING_STATES = (*STOPPED_STATES, *ENDED_STATES)
 ABNORMAL_STATES = ("D", *LASTING_STATES)
 SPIN_SHARE = 0.5
 """Least share of a core that a main thread uses while it spins in a wait for its GPU. The share is
@@ -318,14 +317,14 @@ CAUSES: tuple[Cause, ...] = (
     Cause("exit-hangs",
           lambda of: "has not ended since its exit record" if of.rank.phase == "exit" else "",
           "see the log of the rank; stop ends the run"),
+    Cause("transport", lambda of: "", "check the network between the ranks; see their logs"),
 )  # fmt: skip
-"""The first rule that applies to a rank gives its cause."""
+"""The first rule that applies to a rank gives its cause; "transport" has no rank."""
 SEEN_BY_ONE = frozenset(("stopped", "traced", "frozen", "exited", "disk", "startup", "mismatch"))
 """Causes that can have the confidence "high" without a stack of the rank. For this confidence, the
 other rows of `CAUSES` need the stack and the evidence from the process."""
 OF_LIBRARY = ("loader", "socket")
 """Classes of stacks that show what a `poll` call waits for; the call itself does not show it."""
-ALIKE = Cause("transport", lambda of: "", "check the network between the ranks; see their logs")
 
 
 def _used(of: Suspect) -> str:

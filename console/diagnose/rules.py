@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from console.diagnose import truth
-from console.diagnose.rank_evidence import ENDED_STATES, STOPPED_STATES, limit_s, slowest
+from console.diagnose.rank_evidence import LASTING_STATES, limit_s, slowest
 from console.diagnose.readings import History, Readings, gate_collapsed
 from console.diagnose.rule import Corroborate, Measure, Measured, Rule
 from console.diagnose.verdict import diagnose
@@ -49,8 +49,7 @@ def _stall(now: Readings, _history: History, watch: Watch) -> Measured | None:
     ratio = first.unchanged_s / limit
     halted = [
         rank.unchanged_s for rank in now.ranks
-        if rank.state in (*STOPPED_STATES, *ENDED_STATES)
-        and rank.phase != "exit" and not rank.doubt
+        if rank.state in LASTING_STATES and rank.phase != "exit" and not rank.doubt
     ]  # fmt: skip
     verdict = diagnose(now.ranks, watch, now.ts) if halted or ratio > 1 else None
     if verdict is None:

@@ -13,9 +13,7 @@ from dataclasses import replace
 
 from console.diagnose import gpu_signs
 from console.diagnose.causes import (
-    ALIKE,
     CAUSES,
-    LASTING_STATES,
     OF_LIBRARY,
     SEEN_BY_ONE,
     Cause,
@@ -26,6 +24,7 @@ from console.diagnose.evidence import Evidence, Stall
 from console.diagnose.rank_evidence import (
     ENDED_STATES,
     ENDING_PHASES,
+    LASTING_STATES,
     NAMED_AFTER_S,
     STOPPED_STATES,
     UNREPORTED,
@@ -213,14 +212,14 @@ def _alike(stall: Stall) -> Verdict:
             f"packets between rank {a} and rank {b} ({link.here}, {link.peer}) are not acknowledged"
             for (a, b), link in sorted(stall.lost().items())[:4]
         )  # fmt: skip
-        name, sure = ALIKE.name, "high" if lost else "medium"
+        name, sure = "transport", "high" if lost else "medium"
     elif kinds == {"store"}:
         name, sure, why = "startup", "medium", ": each waits for its peers to join"
     elif kinds == {"device"}:
         words = {device(each) for each in stall.suspects}
         text = words.pop() if len(words) == 1 else "waits for its GPU"
         name, sure, why = "device", "medium", f": each {text}"
-    rule = next((each for each in (*CAUSES, ALIKE) if each.name == name), None)
+    rule = next((each for each in CAUSES if each.name == name), None)
     verdict = _verdict(
         moment, None, name, sure, _stalled(moment, moment.running) + why, lost,
         _exits(moment.exited), stall.difference.text if rule else last,

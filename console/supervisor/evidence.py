@@ -10,9 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from console.diagnose import gpu_signs
-from console.diagnose.causes import LASTING_STATES
 from console.diagnose.evidence import Evidence
-from console.diagnose.rank_evidence import RankEvidence, unfinished
+from console.diagnose.rank_evidence import LASTING_STATES, RankEvidence, unfinished
 from console.model import Gpu
 from console.sources import flight, kernel_evidence, process, stacks
 from console.sources.kernel_evidence import ProcessEvidence
