@@ -306,12 +306,10 @@ def facts(variables: Mapping[str, str]) -> dict[str, Any]:
 
 
 def check(output: Path) -> None:
-    """Raises UsageError if a bundle cannot have this name, or RefusedError if the file exists."""
+    """Raises UsageError if a bundle cannot have this name."""
     name = output.name.removesuffix(ENDING)
     if name in ("", output.name) or not output.parent.is_dir():
         raise UsageError(f"--output {output}: it must be NAME{ENDING}, in an existing directory")
-    if os.path.lexists(output):
-        raise RefusedError(f"{output} exists; nothing was written")
 
 
 def write(path: Path, run: Path | None, output: Path, made: Mapping[str, bytes]) -> dict[str, Any]:
