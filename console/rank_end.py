@@ -20,12 +20,6 @@ NAMED_CODES: Mapping[int, str] = {
 OUT_OF_MEMORY, CONFIGURATION, COLLECTIVE = 11, 13, 14
 NO_CODE = "its exit record has no exit code"
 NATIVE = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
-SIGNAL_WORDS: Mapping[str, str] = {
-    "SIGXCPU": "CPU time limit reached, see ulimit -t",
-    "SIGXFSZ": "file size limit reached, see ulimit -f",
-    "SIGTERM": "not sent by the supervisor",
-}
-"""A hint at the cause, for some of the signals that can end a rank."""
 
 LOST_PEER_TEXTS: Mapping[str, str] = {
     "onnection closed by peer": "gloo/transport/tcp/pair.cc; NCCL misc/socket.cc",
@@ -175,14 +169,12 @@ class RankEnd:
             thrown = f": {self.log}" if self.signal == "SIGABRT" and self.log else ""
             return f"{who} crashed in native code ({self.signal}){at}{inside}{thrown}"
         if self.signal:
-            known = SIGNAL_WORDS.get(self.signal, "")
-            return f"{who} was killed by {self.signal}{at}" + (f" ({known})" if known else "")
+            outside = " (not sent by the supervisor)" if self.signal == "SIGTERM" else ""
+            return f"{who} was killed by {self.signal}{at}{outside}"
         if self.unknown:
             last = f"its last record says {self.last_record}" if self.last_record else "no record"
             return f"{who} ended{at}; exit code not available; {last}"
-        both = f"{self.error} {self.log}"
-        text = both if self.code == OUT_OF_MEMORY else self.error_words
-        memory = out_of_memory(text, self.code)
+        memory = out_of_memory(self.error_words, self.code)
         named = NAMED_CODES.get(self.code or 0, "")
         reason = memory or self.error_words or named or self._no_reason()
         place = f" ({self.place})" if self.place else ""
@@ -202,8 +194,6 @@ class RankEnd:
         words = without_numbers(self.error_words)
         if self.signal in NATIVE:
             return "" if self.lost_peer else f"signal:{self.signal}:{words}:{self.crashed_in}"
-        if self.signal == "SIGXCPU":
-            return f"signal:{self.signal}"
         if self.signal or self.secondary or self.unknown or not self.observed:
             return ""
         return f"exit:{self.code}:{words}:{self.place}" if words else ""
