@@ -49,8 +49,6 @@ class Evidence:
     gaps: tuple[str, ...] = ()
     gpus: Mapping[int, Sequence[Gpu]] = field(default_factory=dict)
     """The result of `gpu_signs.own_gpus`."""
-    lacks_py_spy: bool = False
-    """True if py-spy is not in the PATH of the process that collected the evidence."""
     ts: float = 0.0
     """Time at which the evidence was complete, or time of the newest sample after that (unix s)."""
 

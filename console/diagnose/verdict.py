@@ -96,7 +96,7 @@ def _explain(moment: Moment, evidence: Evidence) -> Verdict:
     native = of.where.kind == "native" and of.main.kind == "futex"
     frame = None if native else of.where.own or of.where.frame
     at, who = f" ({frame.short})" if frame else "", "it" if len(culprits) == 1 else "each"
-    action = _action(cause, ranks, frame, evidence) if cause else ""
+    action = _action(cause, ranks, frame) if cause else ""
     verdict = _verdict(
         moment, None if everyone else of.rank,
         cause.name if cause else "all-ranks" if alone else "slowest-rank", sure,
@@ -225,7 +225,7 @@ def _alike(stall: Stall) -> Verdict:
         _exits(moment.exited), stall.difference.text if rule else last,
         _advice(rule, stall.evidence),
     )  # fmt: skip
-    action = _action(rule, moment.running, None, stall.evidence) if rule else ""
+    action = _action(rule, moment.running, None) if rule else ""
     return _with_signs(verdict, stall, set(), action)
 
 
@@ -242,13 +242,9 @@ def _with_signs(verdict: Verdict, stall: Stall, named: set[int], action: str = "
     )  # fmt: skip
 
 
-def _action(
-    cause: Cause, ranks: Sequence[RankEvidence], frame: Frame | None, evidence: Evidence
-) -> str:
+def _action(cause: Cause, ranks: Sequence[RankEvidence], frame: Frame | None) -> str:
     place = f"{frame.file}:{frame.line}" if frame else "the stack of the rank"
-    install = evidence.lacks_py_spy and "py-spy" in cause.action
-    text = cause.action.format(pid=_pid(ranks[0]), place=place, resume=_resume(ranks))
-    return text + "; py-spy is not installed: pip install py-spy" * install
+    return cause.action.format(pid=_pid(ranks[0]), place=place, resume=_resume(ranks))
 
 
 # --- sentences -----------------------------------------------------------------------------------

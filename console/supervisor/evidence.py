@@ -161,7 +161,7 @@ class Collector:
                 path = self._run / f"stackdump_rank{rank.rank}_{round(ts * 1000)}{BY_PY_SPY}"
                 self._save(path, text)
                 dumps[rank.rank] = Stack(rank.rank, ts, str(path), stacks.parse(text))
-        return replace(found, stacks=dumps, lacks_py_spy=stacks.py_spy() is None)
+        return replace(found, stacks=dumps)
 
     def _complete(self, found: Evidence) -> None:
         numbers, gaps = {each.rank for each in self._ranks}, list(found.gaps)

@@ -242,16 +242,6 @@ def test_a_process_that_cannot_run_is_sure_where_all_others_wait_and_it_cannot_a
     assert explained(alone, *ranks).sure == ("high" if is_sure else "medium")
 
 
-@pytest.mark.parametrize("lacks", [False, True])
-def test_the_next_step_says_that_py_spy_is_not_installed(lacks):
-    found = replace(runs(0.0), lacks_py_spy=lacks)
-    action = explained(found, *PAIR).action
-    assert "py-spy dump --native --pid 1001" in action
-    assert action.endswith("; py-spy is not installed: pip install py-spy") == lacks
-    stopped = replace(CASES["stopped"], lacks_py_spy=lacks)
-    assert "py-spy" not in explained(stopped, *PAIR).action
-
-
 @pytest.mark.parametrize("odd", ["barrier", "reduce"])
 def test_of_two_ranks_the_one_that_leaves_the_usual_calls_is_named_in_its_own_phase(odd):
     """Rank 1 is in a later phase than rank 0, as after a skipped call."""
