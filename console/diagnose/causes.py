@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from console.diagnose import gpu_signs
@@ -52,8 +52,10 @@ class Suspect:
     where: Where
     stacks: Mapping[int, Stack]
     """The stacks of all ranks that have one."""
-    gpus: Sequence[Gpu] | None
-    """The value of the rank in `Evidence.gpus`, or None if there is none."""
+    gpu: Gpu | None
+    """The value of the rank in `Evidence.gpus`."""
+    uses_gpu: bool
+    """True if the rank has a value in `Evidence.gpus`."""
     calls_other: bool = False
     """True if the rank calls another collective than its peers, by flight records or stacks."""
 
@@ -267,7 +269,7 @@ def device(of: Suspect) -> str:
     """Returns the wait for the GPU in words, or "" if the class of the rank is not "device"."""
     if of.where.kind != "device":
         return ""
-    kernel = gpu_signs.kernel_words(of.gpus or ())
+    kernel = gpu_signs.kernel_words(of.gpu)
     return of.where.text.partition(" in ")[0].rstrip(",") + (f", which {kernel}" if kernel else "")
 
 

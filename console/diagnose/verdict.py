@@ -164,7 +164,7 @@ def _sure(culprits: Sequence[Suspect], cause: Cause | None, stall: Stall) -> Sur
     is_fixed = of.state in LASTING_STATES or of.rank.phase == "exit"
     agree += is_fixed or (everyone and all(s.cannot_run for s in culprits))
     agree += difference.confirmed and stall.calls_differ(numbers)
-    if of.where.kind == "device" and not gpu_signs.is_running(of.gpus or ()):
+    if of.where.kind == "device" and not gpu_signs.is_running(of.gpu):
         return "low"
     if agree >= 2 and not disagree:
         # A rank whose peer never joins has the same evidence as this peer. So if several ranks are

@@ -171,12 +171,12 @@ class Collector:
             "process evidence": numbers - found.after.keys(),
             "stack": numbers - found.stacks.keys(),
             "flight record": numbers - found.flights.keys(),
-            "GPU figures": {rank for rank, rows in gpus.items() if not rows},
+            "GPU figures": {rank for rank, gpu in gpus.items() if gpu is None},
         }
         gaps += [f"no {name} of {rank_names(ranks)}" for name, ranks in lacking.items() if ranks]
         self.complete = replace(found, gaps=tuple(gaps), ts=time.time(), gpus=gpus)
 
-    def _own_gpus(self) -> dict[int, tuple[Gpu, ...]]:
+    def _own_gpus(self) -> dict[int, Gpu | None]:
         """Returns the newest row of each rank's own GPU, as `gpu_signs.own_gpus` does."""
         pids = {each.rank: each.pid for each in self._ranks}
         opened = {rank: opened_by(pid) for rank, pid in pids.items()}

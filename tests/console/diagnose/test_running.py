@@ -134,19 +134,19 @@ def alone(gpus, process=BUSY):
     """Returns the evidence of one rank, which uses a core and has its own code in its stack."""
     return Evidence(
         {0: process}, {0: replace(process, cpu_ticks=300, mono=2.0)}, {0: stack(0, OWN)},
-        gpus={} if gpus is None else {0: gpus},
+        gpus=gpus,
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("gpus", "cause", "words"),
     [
-        ((SPINS,), "device", "waits for its GPU, which runs a kernel that computes little"),
-        ((COMPUTES,), "device", "waits for its GPU, which computes"),
-        ((SILENT,), "device", "runs, or waits for its GPU"),
-        ((), "device", "runs, or waits for its GPU"),
-        ((AT_REST,), "busy", "runs at 100% of a core and makes no progress"),
-        (None, "busy", "runs at 100% of a core and makes no progress"),
+        ({0: SPINS}, "device", "waits for its GPU, which runs a kernel that computes little"),
+        ({0: COMPUTES}, "device", "waits for its GPU, which computes"),
+        ({0: SILENT}, "device", "runs, or waits for its GPU"),
+        ({0: None}, "device", "runs, or waits for its GPU"),
+        ({0: AT_REST}, "busy", "runs at 100% of a core and makes no progress"),
+        ({}, "busy", "runs at 100% of a core and makes no progress"),
     ],
 )
 def test_a_core_in_use_is_an_endless_loop_only_where_no_gpu_is_waited_for(gpus, cause, words):
@@ -155,7 +155,7 @@ def test_a_core_in_use_is_an_endless_loop_only_where_no_gpu_is_waited_for(gpus, 
     if cause == "device":
         assert found.sure != "high"
         assert not any("makes no progress" in line for line in found.evidence)
-    if gpus:
+    if gpus.get(0):
         assert any(line.startswith("GPUs: rank 0: GPU 0") for line in found.evidence)
 
 
@@ -166,7 +166,7 @@ def pair(first_gpu, second_gpu, second=OWN):
         {n: replace(BUSY, cpu_ticks=300, mono=2.0) for n in (0, 1)},
         {0: stack(0, *PEERS), 1: stack(1, second)},
         {0: flight(0, 11), 1: flight(1, 10)},
-        gpus={0: (first_gpu,), 1: (replace(second_gpu, index=1, minor=1),)},
+        gpus={0: first_gpu, 1: replace(second_gpu, index=1, minor=1)},
     )
 
 
@@ -192,14 +192,14 @@ def test_the_rank_whose_gpu_computes_while_the_others_spin_is_named():
 def test_a_gpu_without_figures_is_at_most_low_and_no_endless_loop():
     """The GPU of rank 1 has no utilisation, as with MIG, or is not known, as with WSL."""
     unknown = replace(SPINS, util_pct=None)
-    for rows in ((unknown,), ()):
-        evidence = replace(pair(SPINS, SPINS), gpus={0: (SPINS,), 1: rows})
+    for gpu in (unknown, None):
+        evidence = replace(pair(SPINS, SPINS), gpus={0: SPINS, 1: gpu})
         expect(evidence, PAIR, "device", 1, "low")
 
 
 def test_another_thread_that_uses_a_core_makes_no_wait_of_the_main_thread():
     asleep = replace(IDLE, main=BlockedOn("timer", "a timer"))
-    found = explained(alone((SPINS,), asleep), rank(0))
+    found = explained(alone({0: SPINS}, asleep), rank(0))
     assert found.cause == "sleep", found.sentence
 
 
@@ -235,15 +235,13 @@ ALL = frozenset(range(4))
 )
 def test_a_rank_has_one_gpu_of_its_own_or_none_that_is_known(opened, visible, indices):
     found = own_gpus(opened, {each: {"CUDA_VISIBLE_DEVICES": visible} for each in opened}, ROWS)
-    assert [rows[0].index if rows else None for _, rows in sorted(found.items())] == indices
+    assert [gpu.index if gpu else None for _, gpu in sorted(found.items())] == indices
 
 
 def test_a_rank_whose_environment_cannot_be_read_has_no_gpu_that_is_known():
     environments = {0: {}, 1: {"CUDA_VISIBLE_DEVICES": "2,3"}, 2: {}}
     found = own_gpus({0: ALL, 1: ALL, 2: frozenset({0})}, environments, ROWS)
-    assert {rank: [row.index for row in rows] for rank, rows in found.items()} == {
-        0: [], 1: [3], 2: [0],
-    }  # fmt: skip
+    assert found == {0: None, 1: ROWS[3], 2: ROWS[0]}
 
 
 def test_a_rank_without_a_device_file_uses_no_gpu():
@@ -254,14 +252,14 @@ def test_a_rank_without_a_device_file_uses_no_gpu():
 def test_different_gpus_are_known_only_in_the_order_of_their_bus():
     """CUDA's default order puts the fastest GPU first."""
     rows = (*ROWS[:3], replace(ROWS[3], name="a small GPU"))
-    for variables, index in (({"PATH": "/"}, []), ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, [0])):
-        assert [row.index for row in own_gpus({0: ALL}, {0: variables}, rows)[0]] == index
+    for variables, gpu in (({"PATH": "/"}, None), ({"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, rows[0])):
+        assert own_gpus({0: ALL}, {0: variables}, rows) == {0: gpu}
 
 
 @pytest.mark.parametrize(("waits", "cause"), [(25.0, "busy"), (0.0, "device")])
 def test_python_code_is_no_wait_for_a_gpu_whose_file_is_only_open(waits, cause):
     """A CPU program that counts the GPUs has their files open, as was seen on an H100."""
-    found = replace(runs(waits), gpus={0: (), 1: ()})
+    found = replace(runs(waits), gpus={0: None, 1: None})
     assert explained(found, *PAIR).cause == cause
 
 
