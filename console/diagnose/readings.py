@@ -165,9 +165,7 @@ class Rates:
             self._logs, self._usual = deque(self._usual, KEPT_RATES), []
 
 
-def rate_ratio(
-    logs: Sequence[float], usual: Sequence[float] = ()
-) -> tuple[float | None, list[float]]:  # fmt: skip
+def rate_ratio(logs: list[float], usual: list[float]) -> tuple[float | None, list[float]]:
     """Returns two values: an upper bound of new rate ÷ old rate, and the old rates.
 
     Rates are given as logarithms, in order. The median of each window of newest rates is
@@ -178,7 +176,7 @@ def rate_ratio(
     """
     bounds: list[tuple[float, list[float]]] = []
     for count in WINDOWS:
-        before, recent = list(usual or logs[:-count]), logs[-count:]
+        before, recent = usual or logs[:-count], logs[-count:]
         if len(before) < max(LEAST_BEFORE, count):
             break
         middle = median(before)
