@@ -107,6 +107,11 @@ def test_the_object_of_the_kernel_counts_more_than_the_class_of_the_stack(
     expect(found, alike(phase), cause, 3, sure)
 
 
+def starting(world, phase="boot"):
+    """Returns ranks that have not begun a step, for longer than their limit."""
+    return [replace(rank(n, phase, 0), unchanged_s=500.0) for n in range(world)]
+
+
 @pytest.mark.parametrize("phase", ["", "boot"])
 def test_during_the_start_the_rank_that_works_is_the_cause_and_not_those_that_wait(phase):
     """No rank has a stack. For example, a rank without a pulse (phase "") is not dumped."""
@@ -115,8 +120,7 @@ def test_during_the_start_the_rank_that_works_is_the_cause_and_not_those_that_wa
     found = Evidence(
         asleep | {2: before}, {n: replace(p, mono=2.0) for n, p in asleep.items()} | {2: after}
     )
-    ranks = tuple(replace(each, step=0, unchanged_s=500.0) for each in alike(phase))
-    verdict = expect(found, ranks, "startup", 2, "medium")
+    verdict = expect(found, starting(4, phase), "startup", 2, "medium")
     assert "has not joined the other ranks and runs at 95% of a core" in verdict.sentence
 
 
@@ -348,9 +352,7 @@ def test_ranks_that_all_wait_to_join_have_not_started_and_none_is_blamed():
         dict.fromkeys((0, 1), IDLE), dict.fromkeys((0, 1), replace(IDLE, mono=2.0)),
         {n: stack(n, JOINS, OWN) for n in (0, 1)},
     )  # fmt: skip
-    ranks = [rank(n, "boot", 0) for n in (0, 1)]
-    verdict = diagnose(ranks, replace(WATCH, startup_s=5.0), NOW, found)
-    assert (verdict.cause, verdict.rank, verdict.sure) == ("startup", None, "medium")
+    verdict = expect(found, starting(2), "startup", None, "medium")
     assert "each waits for its peers to join" in verdict.sentence
 
 
@@ -365,6 +367,4 @@ def test_of_several_ranks_that_have_not_joined_none_is_blamed_for_certain():
         {0: FlightRecord(0, NOW, "x", {group: 1}, (first,)),
          **{n: FlightRecord(n, NOW, "x", {}, ()) for n in (1, 2, 3)}},
     )  # fmt: skip
-    ranks = [rank(n, "boot", 0) for n in range(4)]
-    verdict = diagnose(ranks, replace(WATCH, startup_s=5.0), NOW, found)
-    assert (verdict.cause, verdict.rank, verdict.sure) == ("startup", 1, "medium"), verdict
+    expect(found, starting(4), "startup", 1, "medium")

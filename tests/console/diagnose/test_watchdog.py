@@ -133,7 +133,10 @@ def test_a_rule_is_raised_once_and_cleared_once(name):
     assert cleared == ([("clear", name)] if well else [])
 
 
-@pytest.mark.parametrize("name", ["stall", "zero_gradient", "gpu_lost", "throttle", "disk"])
+@pytest.mark.parametrize(
+    "name", ["stall", "zero_gradient", "gate_collapse", "gate_never_learned", "loader_slow",
+             "gpu_lost", "throttle", "disk"],
+)  # fmt: skip
 def test_a_rule_that_a_former_watchdog_raised_is_not_raised_again_and_is_cleared(name):
     sick, _, well = CASES[name]
     clock = Clock(WATCH)
