@@ -189,9 +189,7 @@ def with_word(word: str, why: str) -> str:
 
 def as_json(state: RunState, whole: bool = False) -> dict[str, Any]:
     """Returns a run's state as JSON data; its keys are documented and stable."""
-    record = dataclasses.asdict(state)
-    record["exit_code"] = exit_code(state, whole)
-    return record
+    return dataclasses.asdict(state) | {"exit_code": exit_code(state, whole)}
 
 
 def progress(state: RunState) -> str:
