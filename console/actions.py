@@ -16,7 +16,7 @@ from console import access, rest_of_launch, settings_file, targets
 from console import plan as plans_module
 from console.action_table import ACTIONS, check
 from console.launch_options import LaunchOptions
-from console.plan import BETWEEN, Phase, Plan
+from console.plan import Phase, Plan
 from console.plans import catalog, launch_facts, preflight, sweep
 from console.plans.case import Case, Check
 from console.sources import launches, process
@@ -174,8 +174,6 @@ def _plan(
     options: LaunchOptions, said: Callable[[str], None] | None
 ) -> tuple[Plan, dict[str, str], dict[str, str]]:
     """Returns three values: the plan to launch, the origins of flags, the origins of settings."""
-    if options.between and options.between not in BETWEEN:
-        raise UsageError(f"--between {options.between!r}: it must be go or ask")
     if options.nproc is not None and not 1 <= options.nproc <= 1024:
         raise UsageError(f"--nproc {options.nproc}: it must be 1 to 1024 processes")
     flag_origins, set_origins = dict[str, str](), dict[str, str]()

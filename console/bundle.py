@@ -52,34 +52,30 @@ class Row:
     """
 
     folder: str
-    pattern: re.Pattern[str]
+    pattern: str
     limit_bytes: int = TAIL_BYTES
     most: int = 64
     all_bytes: int = 4 << 20
 
 
-def _row(folder: str, pattern: str, **more: int) -> Row:
-    return Row(folder, re.compile(pattern), **more)
-
-
 LAUNCH: tuple[Row, ...] = (
-    _row("", r"plan\.json|plan_state\.json", limit_bytes=rundir.MAX_DOCUMENT_BYTES),
-    _row("", r"events\.jsonl|supervisor\.log|report.*"),
+    Row("", r"plan\.json|plan_state\.json", limit_bytes=rundir.MAX_DOCUMENT_BYTES),
+    Row("", r"events\.jsonl|supervisor\.log|report.*"),
 )
 TABLE: tuple[Row, ...] = (
-    _row("", r"(run|env|supervisor|gates|metrics|metrics_fsdp)\.json", all_bytes=8 << 20,
+    Row("", r"(run|env|supervisor|gates|metrics|metrics_fsdp)\.json", all_bytes=8 << 20,
          limit_bytes=rundir.MAX_DOCUMENT_BYTES),
-    _row("", r"events\.jsonl|snapshot\.json|\.HALT.*|\.anomaly_type"),
-    _row("verdicts", r"\d+\.json", limit_bytes=1 << 16, most=256),
-    _row("requests", r".*\.json", limit_bytes=1 << 14),
-    _row("", r"stackdump_rank\d+(_\w+)?\.txt|oom_rank\d+\.txt", most=2048, all_bytes=8 << 20),
-    _row("", r"flight_rank\d+_\d+\.json", limit_bytes=4 << 20, all_bytes=12 << 20),
-    _row("", r"heartbeat_rank\d+\.jsonl", most=2048, all_bytes=8 << 20),
-    _row("", r"samples_.*\.jsonl", most=16),
-    _row("logs/attempt*", r"(rank\d+|torchrun)\.log", most=2048, all_bytes=8 << 20),
-    _row("", r"(git_sha|collect_env|(dtypes_report|opt_state)\w*)\.txt|.*\.(csv|log)|report.*"),
-    _row("", r"mem_\w+\.(txt|json)", most=64, limit_bytes=1 << 20),
-    _row("checkpoints", r"latest", limit_bytes=200),
+    Row("", r"events\.jsonl|snapshot\.json|\.HALT.*|\.anomaly_type"),
+    Row("verdicts", r"\d+\.json", limit_bytes=1 << 16, most=256),
+    Row("requests", r".*\.json", limit_bytes=1 << 14),
+    Row("", r"stackdump_rank\d+(_\w+)?\.txt|oom_rank\d+\.txt", most=2048, all_bytes=8 << 20),
+    Row("", r"flight_rank\d+_\d+\.json", limit_bytes=4 << 20, all_bytes=12 << 20),
+    Row("", r"heartbeat_rank\d+\.jsonl", most=2048, all_bytes=8 << 20),
+    Row("", r"samples_.*\.jsonl", most=16),
+    Row("logs/attempt*", r"(rank\d+|torchrun)\.log", most=2048, all_bytes=8 << 20),
+    Row("", r"(git_sha|collect_env|(dtypes_report|opt_state)\w*)\.txt|.*\.(csv|log)|report.*"),
+    Row("", r"mem_\w+\.(txt|json)", most=64, limit_bytes=1 << 20),
+    Row("checkpoints", r"latest", limit_bytes=200),
 )  # fmt: skip
 """The rows of a run. A file with which the bundle would exceed `MAX_TOTAL_BYTES` is left out."""
 
@@ -256,7 +252,7 @@ def _names(top: Path, row: Row) -> list[str]:
         folders = [f"{parent}/{name}" for name in _listed(top / parent, top)
                    if name.startswith(last[:-1])]  # fmt: skip
     return [f"{folder}/{name}".lstrip("/") for folder in folders
-            for name in _listed(top / folder, top) if row.pattern.fullmatch(name)]  # fmt: skip
+            for name in _listed(top / folder, top) if re.fullmatch(row.pattern, name)]  # fmt: skip
 
 
 def _add_row(archive: _Archive, top: Path, row: Row, into: str) -> None:
@@ -306,12 +302,10 @@ def facts(variables: Mapping[str, str]) -> dict[str, Any]:
 
 
 def check(output: Path) -> None:
-    """Raises UsageError if a bundle cannot have this name, or RefusedError if the file exists."""
+    """Raises UsageError if a bundle cannot have this name."""
     name = output.name.removesuffix(ENDING)
     if name in ("", output.name) or not output.parent.is_dir():
         raise UsageError(f"--output {output}: it must be NAME{ENDING}, in an existing directory")
-    if os.path.lexists(output):
-        raise RefusedError(f"{output} exists; nothing was written")
 
 
 def write(path: Path, run: Path | None, output: Path, made: Mapping[str, bytes]) -> dict[str, Any]:

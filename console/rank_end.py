@@ -20,12 +20,6 @@ NAMED_CODES: Mapping[int, str] = {
 OUT_OF_MEMORY, CONFIGURATION, COLLECTIVE = 11, 13, 14
 NO_CODE = "its exit record has no exit code"
 NATIVE = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
-SIGNAL_WORDS: Mapping[str, str] = {
-    "SIGXCPU": "CPU time limit reached, see ulimit -t",
-    "SIGXFSZ": "file size limit reached, see ulimit -f",
-    "SIGTERM": "not sent by the supervisor",
-}
-"""A hint at the cause, for some of the signals that can end a rank."""
 
 LOST_PEER_TEXTS: Mapping[str, str] = {
     "onnection closed by peer": "gloo/transport/tcp/pair.cc; NCCL misc/socket.cc",
@@ -45,21 +39,14 @@ LOST_PEER_TEXTS: Mapping[str, str] = {
 _BROKEN_PIPE = re.compile(r"(gloo|NCCL|c10d|TCPStore|SocketImpl|sendBytes).*Broken pipe")
 """EPIPE means a lost peer only in a collective or the store; a write to stdout raises EPIPE too."""
 
-_SIZE = r"[\d.]+ ?(?:[KMGT]?i?B|bytes)"
-_REQUESTED = re.compile(rf"[Tt]ried to allocate ({_SIZE})")
-_FREE = re.compile(
-    rf"GPU (?P<gpu>\d+) has a total capacity of (?P<total>{_SIZE}) of which "
-    rf"(?P<free>{_SIZE}) is free"
-)
-"""A text that c10/cuda/CUDACachingAllocator.cpp writes."""
+_REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?(?:[KMGT]?i?B|bytes))")
 _GPU_MEMORY = re.compile(
     r"OutOfMemoryError|(?:CUDA|HIP)(?: driver)?(?: error:)? out of memory|out of GPU memory"
 )
 _HOST_MEMORY = re.compile(
     r"\bMemoryError\b|DefaultCPUAllocator: can't allocate memory|out of host memory"
 )
-GPU_ADVICE = "lower train.batch_size or data.seq_len, or set train.recompute to all"
-HOST_ADVICE = "lower train.batch_size or data.seq_len"
+OOM_ADVICE = "lower train.batch_size or data.seq_len, or set train.recompute to all"
 
 _PERMANENT = re.compile(
     r"(?:[\w.]+\.)?(?:UsageError|RefusedError|ModuleNotFoundError|ImportError|SyntaxError|"
@@ -83,22 +70,17 @@ def lost_peer(text: str) -> bool:
 
 
 def out_of_memory(text: str, code: int | None = None) -> str:
-    """Returns a sentence on an out-of-memory error, with known sizes and advice, or "".
+    """Returns a sentence on an out-of-memory error, with the requested size and advice, or "".
 
     Exit code 11 means out of memory, whatever the text.
     """
-    if _HOST_MEMORY.search(text) and not re.search(r"CUDA|HIP|GPU", text):
-        return f"out of host memory{_requested(text)}; {HOST_ADVICE}"
-    if not _GPU_MEMORY.search(text):
-        return f"out of memory{_requested(text)}; {GPU_ADVICE}" if code == OUT_OF_MEMORY else ""
-    sizes = _FREE.search(text)
-    free = f", {sizes['free']} of {sizes['total']} free on GPU {sizes['gpu']}" if sizes else ""
-    return f"out of GPU memory{_requested(text)}{free}; {GPU_ADVICE}"
-
-
-def _requested(text: str) -> str:
+    is_host = _HOST_MEMORY.search(text) and not re.search(r"CUDA|HIP|GPU", text)
+    where = "host " if is_host else "GPU " if _GPU_MEMORY.search(text) else ""
+    if not where and code != OUT_OF_MEMORY:
+        return ""
     found = _REQUESTED.search(text)
-    return f": asked for {found[1]}" if found else ""
+    requested = f": asked for {found[1]}" if found else ""
+    return f"out of {where}memory{requested}; {OOM_ADVICE}"
 
 
 def is_permanent(text: str) -> bool:
@@ -187,14 +169,12 @@ class RankEnd:
             thrown = f": {self.log}" if self.signal == "SIGABRT" and self.log else ""
             return f"{who} crashed in native code ({self.signal}){at}{inside}{thrown}"
         if self.signal:
-            known = SIGNAL_WORDS.get(self.signal, "")
-            return f"{who} was killed by {self.signal}{at}" + (f" ({known})" if known else "")
+            outside = " (not sent by the supervisor)" if self.signal == "SIGTERM" else ""
+            return f"{who} was killed by {self.signal}{at}{outside}"
         if self.unknown:
             last = f"its last record says {self.last_record}" if self.last_record else "no record"
             return f"{who} ended{at}; exit code not available; {last}"
-        both = f"{self.error} {self.log}"
-        text = both if self.code == OUT_OF_MEMORY else self.error_words
-        memory = out_of_memory(text, self.code)
+        memory = out_of_memory(self.error_words, self.code)
         named = NAMED_CODES.get(self.code or 0, "")
         reason = memory or self.error_words or named or self._no_reason()
         place = f" ({self.place})" if self.place else ""
@@ -214,8 +194,6 @@ class RankEnd:
         words = without_numbers(self.error_words)
         if self.signal in NATIVE:
             return "" if self.lost_peer else f"signal:{self.signal}:{words}:{self.crashed_in}"
-        if self.signal == "SIGXCPU":
-            return f"signal:{self.signal}"
         if self.signal or self.secondary or self.unknown or not self.observed:
             return ""
         return f"exit:{self.code}:{words}:{self.place}" if words else ""

@@ -137,12 +137,9 @@ def exit_code(state: RunState, whole: bool = False) -> int:
     code = EXIT_CODES.get(state.state, 0)
     if state.state in LIVE_STATES and any(alert.id == RANK_GONE for alert in state.alerts):
         code = EXIT_CODES["crashed"]
-    gates_failed = any(gate.blocks for gate in state.gates)
-    unknown = state.launch is not None and bool(state.launch.doubt)
-    wrong = gates_failed or unknown or no_go(state)
-    if code == 0 and (wrong or state.state in UNHEALTHY_STATES):
-        return NOT_GOOD
-    return code
+    is_blocked = no_go(state) or any(gate.blocks for gate in state.gates)
+    in_doubt = state.launch is not None and state.launch.doubt
+    return code or NOT_GOOD * bool(is_blocked or in_doubt or state.state in UNHEALTHY_STATES)
 
 
 def no_go(state: RunState) -> str:
@@ -198,9 +195,7 @@ def with_word(word: str, why: str) -> str:
 
 def as_json(state: RunState, whole: bool = False) -> dict[str, Any]:
     """Returns a run's state as JSON data; its keys are documented and stable."""
-    record = dataclasses.asdict(state)
-    record["exit_code"] = exit_code(state, whole)
-    return record
+    return dataclasses.asdict(state) | {"exit_code": exit_code(state, whole)}
 
 
 def progress(state: RunState) -> str:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from console.diagnose import gpu_signs
 from console.diagnose.rank_evidence import (
     ENDED_STATES,
+    LASTING_STATES,
     NAMED_AFTER_S,
-    STOPPED_STATES,
     UNREPORTED,
     RankEvidence,
 )
@@ -19,7 +19,6 @@ from console.sources.descriptors import NOTHING, BlockedOn
 from console.sources.kernel_evidence import ProcessEvidence, cpu_share
 from console.sources.stacks import Stack
 
-LASTING_STATES = (*STOPPED_STATES, *ENDED_STATES)
 ABNORMAL_STATES = ("D", *LASTING_STATES)
 SPIN_SHARE = 0.5
 """Least share of a core that a main thread uses while it spins in a wait for its GPU. The share is
@@ -53,8 +52,10 @@ class Suspect:
     where: Where
     stacks: Mapping[int, Stack]
     """The stacks of all ranks that have one."""
-    gpus: Sequence[Gpu] | None
-    """The value of the rank in `Evidence.gpus`, or None if there is none."""
+    gpu: Gpu | None
+    """The value of the rank in `Evidence.gpus`."""
+    uses_gpu: bool
+    """True if the rank has a value in `Evidence.gpus`."""
     calls_other: bool = False
     """True if the rank calls another collective than its peers, by flight records or stacks."""
 
@@ -268,7 +269,7 @@ def device(of: Suspect) -> str:
     """Returns the wait for the GPU in words, or "" if the class of the rank is not "device"."""
     if of.where.kind != "device":
         return ""
-    kernel = gpu_signs.kernel_words(of.gpus or ())
+    kernel = gpu_signs.kernel_words(of.gpu)
     return of.where.text.partition(" in ")[0].rstrip(",") + (f", which {kernel}" if kernel else "")
 
 
@@ -303,7 +304,8 @@ CAUSES: tuple[Cause, ...] = (
     Cause("loader", _loader, "check the loader's workers and the storage that they read"),
     Cause("mismatch", lambda of: "calls another collective" if of.calls_other else "",
           "compare the calls in the stacks; a restart repeats the stall"),
-    Cause("native", _native, "py-spy dump --native --pid {pid} shows the native frames"),
+    Cause("native", _native,
+          "py-spy dump --native --pid {pid} shows the native frames (pip install py-spy)"),
     Cause("device", device, "see the GPU's Xids; py-spy dump --native --pid {pid} shows the call"),
     Cause("child", _waiting("child", "process"),
           "resume or kill the process that the rank waits for"),
@@ -318,14 +320,14 @@ CAUSES: tuple[Cause, ...] = (
     Cause("exit-hangs",
           lambda of: "has not ended since its exit record" if of.rank.phase == "exit" else "",
           "see the log of the rank; stop ends the run"),
+    Cause("transport", lambda of: "", "check the network between the ranks; see their logs"),
 )  # fmt: skip
-"""The first rule that applies to a rank gives its cause."""
+"""The first rule that applies to a rank gives its cause; "transport" has no rank."""
 SEEN_BY_ONE = frozenset(("stopped", "traced", "frozen", "exited", "disk", "startup", "mismatch"))
 """Causes that can have the confidence "high" without a stack of the rank. For this confidence, the
 other rows of `CAUSES` need the stack and the evidence from the process."""
 OF_LIBRARY = ("loader", "socket")
 """Classes of stacks that show what a `poll` call waits for; the call itself does not show it."""
-ALIKE = Cause("transport", lambda of: "", "check the network between the ranks; see their logs")
 
 
 def _used(of: Suspect) -> str:

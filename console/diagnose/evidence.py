@@ -47,10 +47,8 @@ class Evidence:
     stacks: Mapping[int, Stack] = field(default_factory=dict)
     flights: Mapping[int, FlightRecord] = field(default_factory=dict)
     gaps: tuple[str, ...] = ()
-    gpus: Mapping[int, Sequence[Gpu]] = field(default_factory=dict)
+    gpus: Mapping[int, Gpu | None] = field(default_factory=dict)
     """The result of `gpu_signs.own_gpus`."""
-    lacks_py_spy: bool = False
-    """True if py-spy is not in the PATH of the process that collected the evidence."""
     ts: float = 0.0
     """Time at which the evidence was complete, or time of the newest sample after that (unix s)."""
 
@@ -178,6 +176,7 @@ def _suspect(rank: RankEvidence, evidence: Evidence) -> Suspect:
     return Suspect(
         rank, evidence.before.get(number), evidence.after.get(number),
         evidence.places.get(number, NO_WHERE), evidence.stacks, evidence.gpus.get(number),
+        number in evidence.gpus,
     )  # fmt: skip
 
 
@@ -189,16 +188,16 @@ def _with_gpus(suspects: Sequence[Suspect]) -> list[Suspect]:
     frame may wait too, unless its own GPU is idle. Open GPU files do not prove that a rank uses its
     GPU: a process that only counted the GPUs has them open too.
     """
-    own = [each for each in suspects if each.gpus is not None and each.where.kind == "own"
-           and not gpu_signs.is_idle(each.gpus)]  # fmt: skip
+    own = [each for each in suspects if each.uses_gpu and each.where.kind == "own"
+           and not gpu_signs.is_idle(each.gpu)]  # fmt: skip
     waiting = {each.number for each in own if each.may_wait_for_gpu}
     frames = {each.where.frame for each in own
-              if each.number in waiting and gpu_signs.is_running(each.gpus or ())}  # fmt: skip
+              if each.number in waiting and gpu_signs.is_running(each.gpu)}  # fmt: skip
     found = list[Suspect]()
     for each in suspects:
         place = each.where
         if each in own and (each.number in waiting or place.frame in frames):
-            is_known = gpu_signs.is_running(each.gpus or ())
+            is_known = gpu_signs.is_running(each.gpu)
             text = "waits for its GPU" if is_known else "runs, or waits for its GPU,"
             place = replace(place, kind="device", text=f"{text} in {place.text[8:]}")
             each = replace(each, where=place)
@@ -246,7 +245,7 @@ def _of_stacks(stall: Stall) -> Sign:
     own = [rank for rank, place in places.items() if place.kind not in (*FOR_PEERS, "store")]
     own = own or [  # a rank that may wait for its GPU; the GPU is not known to run a kernel
         each.number for each in stall.suspects
-        if each.where.kind == "device" and not gpu_signs.is_running(each.gpus or ())
+        if each.where.kind == "device" and not gpu_signs.is_running(each.gpu)
     ]  # fmt: skip
     odd = native or own or (joining if len(places) == len(stall.ranks) else [])
     if places and not odd and all(place.kind == "peers" for place in places.values()):
@@ -289,10 +288,10 @@ def _starting(stall: Stall) -> list[Suspect]:
 
 
 def _of_gpus(stall: Stall) -> Sign:
-    rows = {each.number: each.gpus for each in stall.suspects if each.gpus is not None}
-    said = "; ".join(f"rank {rank}: {gpu_signs.words(gpus)}"
-                     for rank, gpus in [*rows.items()][:8] if gpus)  # fmt: skip
-    odd = gpu_signs.odd_ranks(rows) if len(rows) == len(stall.ranks) else ()
+    gpus = {each.number: each.gpu for each in stall.suspects if each.uses_gpu}
+    said = "; ".join(f"rank {rank}: {gpu_signs.words(gpu)}"
+                     for rank, gpu in [*gpus.items()][:8] if gpu)  # fmt: skip
+    odd = gpu_signs.odd_ranks(gpus) if len(gpus) == len(stall.ranks) else ()
     return Sign("GPUs", _odd(odd, stall), said)
 
 

@@ -25,8 +25,8 @@ SPINS_SHARE = 0.3
 def own_gpus(
     opened: Mapping[int, frozenset[int] | None], environments: Mapping[int, Mapping[str, str]],
     rows: Sequence[Gpu],
-) -> dict[int, tuple[Gpu, ...]]:  # fmt: skip
-    """Returns the row of each rank's own GPU, or () if that GPU is not known.
+) -> dict[int, Gpu | None]:  # fmt: skip
+    """Returns the row of each rank's own GPU, or None if that GPU is not known.
 
     A rank that has no GPU file open has no key. If `rows` is empty, a rank whose open files are not
     available has no key either.
@@ -37,7 +37,7 @@ def own_gpus(
     GPU in CUDA_VISIBLE_DEVICES, as in programs under torchrun. A GPU that several ranks share
     counts as not known.
     """
-    found = dict[int, tuple[Gpu, ...]]()
+    found = dict[int, Gpu | None]()
     for rank, minors in opened.items():
         if (minors is None and not rows) or (minors is not None and not minors):
             continue
@@ -45,10 +45,9 @@ def own_gpus(
         if len(mine) != 1:
             index = _index(environments[rank], rank, rows)
             mine = [gpu for gpu in mine if gpu.index == index]
-        found[rank] = tuple(mine)
-    owners = Counter(gpu.index for mine in found.values() for gpu in mine)
-    return {rank: () if any(owners[gpu.index] > 1 for gpu in mine) else mine
-            for rank, mine in found.items()}  # fmt: skip
+        found[rank] = mine[0] if mine else None
+    owners = Counter(gpu.index for gpu in found.values() if gpu)
+    return {rank: gpu if gpu and owners[gpu.index] == 1 else None for rank, gpu in found.items()}
 
 
 def _index(variables: Mapping[str, str], rank: int, rows: Sequence[Gpu]) -> int | None:
@@ -61,27 +60,24 @@ def _index(variables: Mapping[str, str], rank: int, rows: Sequence[Gpu]) -> int 
     return gpu_index(variables.get(DEVICES, ""), rank, rows) if variables else None
 
 
-def is_idle(rows: Sequence[Gpu]) -> bool:
-    """Returns whether every GPU of a rank is known to be idle."""
-    return bool(rows) and all(
-        gpu.state == "ok" and gpu.util_pct is not None and gpu.util_pct <= IDLE_PCT for gpu in rows
-    )
+def is_idle(gpu: Gpu | None) -> bool:
+    """Returns whether the GPU of a rank is known to be idle."""
+    used_pct = _used_pct(gpu)
+    return used_pct is not None and used_pct <= IDLE_PCT
 
 
-def is_running(rows: Sequence[Gpu]) -> bool:
-    """Returns whether a GPU of a rank is known to run a kernel."""
-    return any(
-        gpu.state == "ok" and gpu.util_pct is not None and gpu.util_pct >= RUNNING_PCT
-        for gpu in rows
-    )
+def is_running(gpu: Gpu | None) -> bool:
+    """Returns whether the GPU of a rank is known to run a kernel."""
+    used_pct = _used_pct(gpu)
+    return used_pct is not None and used_pct >= RUNNING_PCT
 
 
-def words(rows: Sequence[Gpu]) -> str:
+def _used_pct(gpu: Gpu | None) -> float | None:
+    return gpu.util_pct if gpu and gpu.state == "ok" else None
+
+
+def words(gpu: Gpu) -> str:
     """Returns a text such as "GPU 0 at 100 %, 120 of 700 W"."""
-    return ", ".join(_words(gpu) for gpu in rows[:8])
-
-
-def _words(gpu: Gpu) -> str:
     if gpu.state != "ok":
         return f"GPU {gpu.index} {gpu.why or gpu.state}"
     used = "not available" if gpu.util_pct is None else f"{gpu.util_pct:.0f} %"
@@ -90,23 +86,19 @@ def _words(gpu: Gpu) -> str:
     return f"GPU {gpu.index} at {used}{power}" + (f" ({gpu.why})" if gpu.why else "")
 
 
-def kernel_words(rows: Sequence[Gpu]) -> str:
+def kernel_words(gpu: Gpu | None) -> str:
     """Returns what a running kernel does according to the GPU's power draw.
 
     Returns "" if no kernel is known to run, or if the power or its limit is not known.
     """
-    shares = [
-        gpu.power_w / gpu.power_limit_w for gpu in rows
-        if gpu.power_w is not None and gpu.power_limit_w
-    ]  # fmt: skip
-    if not is_running(rows) or not shares:
+    if gpu is None or not is_running(gpu) or gpu.power_w is None or not gpu.power_limit_w:
         return ""
-    if max(shares) < SPINS_SHARE:
+    if gpu.power_w / gpu.power_limit_w < SPINS_SHARE:
         return "runs a kernel that computes little"
     return "computes"
 
 
-def odd_ranks(gpus: Mapping[int, Sequence[Gpu]]) -> tuple[int, ...]:
+def odd_ranks(gpus: Mapping[int, Gpu | None]) -> tuple[int, ...]:
     """Returns the ranks whose GPU differs from the GPUs of the other ranks.
 
     If a GPU is lost, these are the ranks with a lost GPU. Otherwise each GPU must be idle, or run a
@@ -115,9 +107,9 @@ def odd_ranks(gpus: Mapping[int, Sequence[Gpu]]) -> tuple[int, ...]:
     kernel that computes little (perhaps a wait for a peer), these are the ranks whose GPU computes.
     """
     groups: dict[str, list[int]] = {}
-    for rank, rows in gpus.items():
-        kind = "idle" if is_idle(rows) else kernel_words(rows)
-        kind = "lost" if any(gpu.state == "lost" for gpu in rows) else kind
+    for rank, gpu in gpus.items():
+        kind = "idle" if is_idle(gpu) else kernel_words(gpu)
+        kind = "lost" if gpu and gpu.state == "lost" else kind
         groups.setdefault(kind, []).append(rank)
     if "lost" in groups:
         return tuple(sorted(groups["lost"]))

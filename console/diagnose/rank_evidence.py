@@ -25,6 +25,7 @@ PAUSES = SAVING_PHASES | {"eval"}
 ENDING_PHASES = SAVING_PHASES | {"exit"}
 """In these phases a rank waits for no rank that has exited, and a halt may be in progress."""
 STOPPED_STATES, ENDED_STATES = ("T", "t"), ("Z", "X", "gone")
+LASTING_STATES = (*STOPPED_STATES, *ENDED_STATES)
 NAMED_AFTER_S = 3.0
 """After this time without a change of the pulse, a stopped or ended rank counts as stalled."""
 UNREPORTED = "step"
@@ -189,8 +190,10 @@ class Moment:
         ended = [each.state in ENDED_STATES for each in self.running]
         if all(ended) and not self.exited:
             return False
-        return any(each.state in (*STOPPED_STATES, *ENDED_STATES)
-                   and each.unchanged_s > NAMED_AFTER_S for each in self.running)  # fmt: skip
+        return any(
+            each.state in LASTING_STATES and each.unchanged_s > NAMED_AFTER_S
+            for each in self.running
+        )
 
 
 def moment_of(ranks: Sequence[RankEvidence], watch: Watch, ts: float) -> Moment | None:

@@ -12,15 +12,16 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from console.diagnose import second_sources, truth
-from console.diagnose.rank_evidence import ENDED_STATES, STOPPED_STATES, limit_s, slowest
-from console.diagnose.readings import History, Readings
-from console.diagnose.rule import Measure, Measured, Rule
+from console.diagnose import truth
+from console.diagnose.rank_evidence import LASTING_STATES, limit_s, slowest
+from console.diagnose.readings import History, Readings, gate_collapsed
+from console.diagnose.rule import Corroborate, Measure, Measured, Rule
 from console.diagnose.verdict import diagnose
 from console.model import RECENT_XID_S, Gpu
 from console.plan import WATCH_ACTIONS as ACTIONS
 from console.plan import Watch
 from console.sources.nvml import xid_words
+from console.sources.pace import Progress
 from console.status_text import clock, counted
 from trainers.contract.errors import UsageError, did_you_mean
 
@@ -29,6 +30,8 @@ STRONG = frozenset(ACTIONS[2:])
 STRONG_TIMES = 3.0
 """A strong action needs a condition that lasts at least this many times as long as an alert."""
 THROUGHPUT_DROP = "throughput_drop"
+PACE_LOST = 0.5
+"""A drop of throughput is confirmed if the pace is at most this many times the earlier pace."""
 
 # --- measures --------------------------------------------------------------------------------
 
@@ -46,8 +49,7 @@ def _stall(now: Readings, _history: History, watch: Watch) -> Measured | None:
     ratio = first.unchanged_s / limit
     halted = [
         rank.unchanged_s for rank in now.ranks
-        if rank.state in (*STOPPED_STATES, *ENDED_STATES)
-        and rank.phase != "exit" and not rank.doubt
+        if rank.state in LASTING_STATES and rank.phase != "exit" and not rank.doubt
     ]  # fmt: skip
     verdict = diagnose(now.ranks, watch, now.ts) if halted or ratio > 1 else None
     if verdict is None:
@@ -241,28 +243,95 @@ def _clock(now: Readings, history: History, _watch: Watch) -> Measured | None:
     return Measured(history.jump_s, f"the wall clock jumped by {history.jump_s:.0f} s")
 
 
+# --- second sources: why they do not confirm a rule, or "" -------------------------------------
+
+
+def _by_kernel(_now: Readings, _history: History) -> str:
+    """Always confirms the rule, because the kernel of this host measured the value."""
+    return ""
+
+
+def _by_records(now: Readings, _history: History) -> str:
+    """Confirms a stall unless the readings have a `stall_doubt`."""
+    return now.stall_doubt
+
+
+def _by_pace(_now: Readings, history: History) -> str:
+    """Confirms a drop of throughput from the steps of the ranks and the clock of this host."""
+    if history.pace_ratio is None:
+        return "the steps of the ranks do not show a pace yet"
+    if history.pace_ratio > PACE_LOST:
+        return f"the steps of the ranks show {history.pace_ratio:.0%} of the earlier pace"
+    return ""
+
+
+def _recorded(bad: Callable[[Progress], bool | None]) -> Corroborate:
+    """Returns a function that confirms a bad figure of rank 0 from another rank or training.csv.
+
+    `bad` returns whether a record shows the bad figure, or None if the record lacks the figure.
+    """
+
+    def confirm(now: Readings, _history: History) -> str:
+        own = now.progress.get(0)
+        if own is None:
+            return "rank 0 has no record"
+        if bad(own) is False:
+            return "rank 0 records another value"
+        others = {rank: p for rank, p in now.progress.items() if rank and bad(p) is not None}
+        found = {rank: bad(p) for rank, p in others.items() if p.step >= own.step}
+        if any(found.values()):
+            return ""
+        if found:
+            return f"rank {min(found)} records another value"
+        if others:
+            return f"no other rank has recorded step {own.step} yet"
+        row = now.csv
+        if row is None or row.step != own.step or bad(row) is None:
+            return "neither another rank nor training.csv records the value"
+        return "" if bad(row) else f"training.csv has another value at step {row.step}"
+
+    return confirm
+
+
+_loss_recorded = _recorded(lambda p: None if p.loss is None else not math.isfinite(p.loss))
+_gradient_recorded = _recorded(lambda p: None if p.grad_norm is None else p.grad_norm == 0)
+_gate_recorded = _recorded(gate_collapsed)
+
+
+def _by_loss(now: Readings, history: History) -> str:
+    """Confirms a non-finite loss from records.
+
+    If the run has one rank, and training.csv has no newest row with a loss, a count above 0 in the
+    pulse confirms the non-finite loss.
+    """
+    alone = [rank.nonfinite_steps for rank in now.ranks] if len(now.ranks) == 1 else []
+    if alone and alone[0] > 0 and (now.csv is None or now.csv.loss is None):
+        return ""
+    return _loss_recorded(now, history)
+
+
 TABLE: tuple[Rule, ...] = (
     Rule("stall", "time without progress ÷ stall limit of the slowest rank", "limits",
-         1.0, 0.9999, 0.0, _stall, second_sources.by_records, "crit", anomaly="heartbeat_stall"),
+         1.0, 0.9999, 0.0, _stall, _by_records, "crit", anomaly="heartbeat_stall"),
     Rule(THROUGHPUT_DROP, "tok/s as a share of the run's earlier tok/s", "share",
-         0.7, 0.8, 60.0, _throughput_drop, second_sources.by_pace, severe=0.1,
+         0.7, 0.8, 60.0, _throughput_drop, _by_pace, severe=0.1,
          anomaly="throughput_flatline"),
     Rule("non_finite", "steps of this attempt whose loss or gradients are not finite", "steps",
-         1, 0, 0.0, _non_finite, second_sources.by_loss, "crit", anomaly="nan_loss", again_s=600.0),
+         1, 0, 0.0, _non_finite, _by_loss, "crit", anomaly="nan_loss", again_s=600.0),
     Rule("zero_gradient", "gradient norm of exactly zero", "consecutive records",
-         3, 0, 0.0, _zero_gradient, second_sources.gradient_recorded, "crit", anomaly="zero_grad"),
+         3, 0, 0.0, _zero_gradient, _gradient_recorded, "crit", anomaly="zero_grad"),
     Rule("gate_collapse",
          "attention gate uses one branch: mean entropy < 0.2 nats, mean share of the largest "
          "branch > 0.9, or one branch has nearly all the weight for more than half of tokens and "
          "heads",
-         "consecutive records", 3, 0, 60.0, _gate_collapse, second_sources.gate_recorded,
+         "consecutive records", 3, 0, 60.0, _gate_collapse, _gate_recorded,
          anomaly="gate_collapse"),
     Rule("gate_never_learned", "entropy of the attention gate within 1 % of its maximum", "steps",
          1000, 0, 0.0, _gate_never_learned),
     Rule("memory_growth", "time until the host's memory is full, at the present growth", "s",
          3600, 7200, 120.0, _memory_growth),
     Rule("memory_ceiling", "share of the host's memory in use", "share",
-         0.95, 0.92, 30.0, _memory_ceiling, second_sources.by_kernel),
+         0.95, 0.92, 30.0, _memory_ceiling, _by_kernel),
     Rule("gpu_memory_ceiling", "share of a GPU's memory in use", "share",
          0.985, 0.97, 60.0, _gpu_memory_ceiling),
     Rule("loader_slow", "share of fetch in the step time", "share", 0.5, 0.4, 120.0, _loader_slow),
@@ -275,7 +344,7 @@ TABLE: tuple[Rule, ...] = (
          1, 0, 0.0, _ecc, level="crit", again_s=10.0),
     Rule("throttle", "GPUs throttled by heat or power", "GPUs", 1, 0, 60.0, _throttle),
     Rule("disk", "free space ÷ max(2 checkpoints, 1 GiB)", "ratio", 1.0, 1.2, 5.0, _disk,
-         second_sources.by_kernel, "crit"),
+         _by_kernel, "crit"),
     Rule("clock", "jump of the wall clock, or records from the future", "s", 5.0, 1.0, 0.0, _clock),
     *truth.ROWS,
 )  # fmt: skip

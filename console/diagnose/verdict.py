@@ -13,9 +13,7 @@ from dataclasses import replace
 
 from console.diagnose import gpu_signs
 from console.diagnose.causes import (
-    ALIKE,
     CAUSES,
-    LASTING_STATES,
     OF_LIBRARY,
     SEEN_BY_ONE,
     Cause,
@@ -26,6 +24,7 @@ from console.diagnose.evidence import Evidence, Stall
 from console.diagnose.rank_evidence import (
     ENDED_STATES,
     ENDING_PHASES,
+    LASTING_STATES,
     NAMED_AFTER_S,
     STOPPED_STATES,
     UNREPORTED,
@@ -97,7 +96,7 @@ def _explain(moment: Moment, evidence: Evidence) -> Verdict:
     native = of.where.kind == "native" and of.main.kind == "futex"
     frame = None if native else of.where.own or of.where.frame
     at, who = f" ({frame.short})" if frame else "", "it" if len(culprits) == 1 else "each"
-    action = _action(cause, ranks, frame, evidence) if cause else ""
+    action = _action(cause, ranks, frame) if cause else ""
     verdict = _verdict(
         moment, None if everyone else of.rank,
         cause.name if cause else "all-ranks" if alone else "slowest-rank", sure,
@@ -165,7 +164,7 @@ def _sure(culprits: Sequence[Suspect], cause: Cause | None, stall: Stall) -> Sur
     is_fixed = of.state in LASTING_STATES or of.rank.phase == "exit"
     agree += is_fixed or (everyone and all(s.cannot_run for s in culprits))
     agree += difference.confirmed and stall.calls_differ(numbers)
-    if of.where.kind == "device" and not gpu_signs.is_running(of.gpus or ()):
+    if of.where.kind == "device" and not gpu_signs.is_running(of.gpu):
         return "low"
     if agree >= 2 and not disagree:
         # A rank whose peer never joins has the same evidence as this peer. So if several ranks are
@@ -213,20 +212,20 @@ def _alike(stall: Stall) -> Verdict:
             f"packets between rank {a} and rank {b} ({link.here}, {link.peer}) are not acknowledged"
             for (a, b), link in sorted(stall.lost().items())[:4]
         )  # fmt: skip
-        name, sure = ALIKE.name, "high" if lost else "medium"
+        name, sure = "transport", "high" if lost else "medium"
     elif kinds == {"store"}:
         name, sure, why = "startup", "medium", ": each waits for its peers to join"
     elif kinds == {"device"}:
         words = {device(each) for each in stall.suspects}
         text = words.pop() if len(words) == 1 else "waits for its GPU"
         name, sure, why = "device", "medium", f": each {text}"
-    rule = next((each for each in (*CAUSES, ALIKE) if each.name == name), None)
+    rule = next((each for each in CAUSES if each.name == name), None)
     verdict = _verdict(
         moment, None, name, sure, _stalled(moment, moment.running) + why, lost,
         _exits(moment.exited), stall.difference.text if rule else last,
         _advice(rule, stall.evidence),
     )  # fmt: skip
-    action = _action(rule, moment.running, None, stall.evidence) if rule else ""
+    action = _action(rule, moment.running, None) if rule else ""
     return _with_signs(verdict, stall, set(), action)
 
 
@@ -243,13 +242,9 @@ def _with_signs(verdict: Verdict, stall: Stall, named: set[int], action: str = "
     )  # fmt: skip
 
 
-def _action(
-    cause: Cause, ranks: Sequence[RankEvidence], frame: Frame | None, evidence: Evidence
-) -> str:
+def _action(cause: Cause, ranks: Sequence[RankEvidence], frame: Frame | None) -> str:
     place = f"{frame.file}:{frame.line}" if frame else "the stack of the rank"
-    install = evidence.lacks_py_spy and "py-spy" in cause.action
-    text = cause.action.format(pid=_pid(ranks[0]), place=place, resume=_resume(ranks))
-    return text + "; py-spy is not installed: pip install py-spy" * install
+    return cause.action.format(pid=_pid(ranks[0]), place=place, resume=_resume(ranks))
 
 
 # --- sentences -----------------------------------------------------------------------------------

@@ -145,18 +145,13 @@ def newest_of(
 # --- py-spy ------------------------------------------------------------------------------------
 
 
-def py_spy() -> str | None:
-    """Returns the path of py-spy, or None if it is not in the PATH of this process."""
-    path = environ.get("PATH")
-    return shutil.which("py-spy", path=path) if path else None
-
-
 def py_spy_dump(pid: int, start_ticks: int | None, limit_s: float) -> str:
     """Returns the stacks of a process in the form of a dump, or "" if they are not available.
 
     If the process with this pid did not start at `start_ticks`, they are not available.
     """
-    path, program = environ.get("PATH"), py_spy()
+    path = environ.get("PATH") or ""
+    program = shutil.which("py-spy", path=path)
     is_known = start_ticks is not None and rundir.start_ticks(pid) == start_ticks
     if not (program and is_known) or limit_s < LEAST_S:
         return ""

@@ -10,9 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from console.diagnose import gpu_signs
-from console.diagnose.causes import LASTING_STATES
 from console.diagnose.evidence import Evidence
-from console.diagnose.rank_evidence import RankEvidence, unfinished
+from console.diagnose.rank_evidence import LASTING_STATES, RankEvidence, unfinished
 from console.model import Gpu
 from console.sources import flight, kernel_evidence, process, stacks
 from console.sources.kernel_evidence import ProcessEvidence
@@ -162,7 +161,7 @@ class Collector:
                 path = self._run / f"stackdump_rank{rank.rank}_{round(ts * 1000)}{BY_PY_SPY}"
                 self._save(path, text)
                 dumps[rank.rank] = Stack(rank.rank, ts, str(path), stacks.parse(text))
-        return replace(found, stacks=dumps, lacks_py_spy=stacks.py_spy() is None)
+        return replace(found, stacks=dumps)
 
     def _complete(self, found: Evidence) -> None:
         numbers, gaps = {each.rank for each in self._ranks}, list(found.gaps)
@@ -172,12 +171,12 @@ class Collector:
             "process evidence": numbers - found.after.keys(),
             "stack": numbers - found.stacks.keys(),
             "flight record": numbers - found.flights.keys(),
-            "GPU figures": {rank for rank, rows in gpus.items() if not rows},
+            "GPU figures": {rank for rank, gpu in gpus.items() if gpu is None},
         }
         gaps += [f"no {name} of {rank_names(ranks)}" for name, ranks in lacking.items() if ranks]
         self.complete = replace(found, gaps=tuple(gaps), ts=time.time(), gpus=gpus)
 
-    def _own_gpus(self) -> dict[int, tuple[Gpu, ...]]:
+    def _own_gpus(self) -> dict[int, Gpu | None]:
         """Returns the newest row of each rank's own GPU, as `gpu_signs.own_gpus` does."""
         pids = {each.rank: each.pid for each in self._ranks}
         opened = {rank: opened_by(pid) for rank, pid in pids.items()}

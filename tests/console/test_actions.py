@@ -125,7 +125,6 @@ def test_our_own_trainer_is_resolved_with_an_origin_for_each_setting(tmp_path):
     ("more", "says"),
     [
         ({"flags": {"NSA_ACCUM": "0"}}, "from 1 to 65536"),
-        ({"between": "maybe"}, "go or ask"),
         (
             {"plan": "cpu_smoke", "flags": {"NSA_DDP_STATIC_GRAPH": "1", "NSA_ACCUM": "2"}},
             "is rejected",

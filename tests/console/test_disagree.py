@@ -232,6 +232,3 @@ def test_an_answer_after_a_hole_is_found(passed):
     os.truncate(path, 1 << 40)
     directory.event(passed, "answer", request="a-1", ok=True, text="done")
     assert (actions.answer(passed, "a-1", 30.0) or {})["text"] == "done"
-
-
-# --- sentences ----------------------------------------------------------------------------------

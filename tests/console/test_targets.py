@@ -18,6 +18,7 @@ from console.sources.run import RunSource
 from console.tui import feed
 from console.tui.widgets import chooser
 from tests.console.sources import directory
+from tests.console.test_actions import listing
 from tests.launches import STUB, phase
 from trainers.contract import environ, rundir
 from trainers.contract.errors import RefusedError
@@ -44,10 +45,6 @@ def said(capsys, *words: object) -> tuple[int, str]:
     return code, capsys.readouterr().err
 
 
-def files(path: Path) -> list[str]:
-    return sorted(str(each) for each in path.rglob("*"))
-
-
 # --- target-id --------------------------------------------------------------------------------
 
 
@@ -67,10 +64,10 @@ def test_an_id_whose_run_records_its_directory_is_that_launch(tmp_path, capsys):
 )
 def test_one_id_of_two_launches_is_refused_with_both(tmp_path, capsys, words):
     first, second = made(tmp_path / "a" / "exp"), made(tmp_path / "b" / "exp")
-    before = files(tmp_path)
+    before = listing(tmp_path)
     code, err = said(capsys, "--root", tmp_path, *words.format("exp").split())
     assert (code, str(first) in err, str(second) in err) == (2, True, True), err
-    assert files(tmp_path) == before
+    assert listing(tmp_path) == before
 
 
 @pytest.mark.decision("target-id", "lie")
@@ -182,11 +179,11 @@ def test_an_uncertain_latest_is_refused_with_both(tmp_path, capsys, created, wri
         for name, back, file_back in zip("ab", created, written, strict=True)
     ]
     assert launches.find("latest", tmp_path) == pair[created[1] <= created[0]]
-    before = files(tmp_path)
+    before = listing(tmp_path)
     for words in ("halt latest", "stop latest", "dump latest", "adopt latest", "do latest halt"):
         code, err = said(capsys, "--root", tmp_path, *words.split())
         assert (code, *(str(path) in err for path in pair)) == (4, True, True), err
-    assert files(tmp_path) == before
+    assert listing(tmp_path) == before
 
 
 @pytest.mark.decision("target-latest", "absent")
@@ -352,11 +349,11 @@ def test_a_phase_directory_that_is_none_is_not_followed(tmp_path, capsys, named)
     seen = RunSource(path).poll()
     assert (seen.path, seen.step) == (str(path / "0-first"), None), "the live run is shown"
     assert seen.launch.why == "the directory of phase 0 is not named <n>-<phase>"
-    before = files(tmp_path)
+    before = listing(tmp_path)
     for words in (("dump", path), ("halt", path), ("logs", path)):
         code, err = said(capsys, *words)
         assert (code, "Traceback" in err) == (0 if words[0] == "logs" else 4, False), err
-    assert files(tmp_path) == before
+    assert listing(tmp_path) == before
 
 
 @pytest.mark.parametrize("umask", ["777", "0", "077"])

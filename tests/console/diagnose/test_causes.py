@@ -11,6 +11,7 @@ from console.diagnose.evidence import Evidence
 from console.diagnose.stack_classes import _DATA
 from console.diagnose.verdict import diagnose
 from console.sources.descriptors import BlockedOn, Connection
+from console.sources.flight import Collective, FlightRecord
 from console.sources.kernel_evidence import ChildEvidence
 from console.sources.stacks import Frame, Stack, Thread
 from tests.console.diagnose.stalled_ranks import (
@@ -28,6 +29,7 @@ from tests.console.diagnose.stalled_ranks import (
     WATCH,
     alike,
     called,
+    collective,
     evidence,
     expect,
     explained,
@@ -105,6 +107,11 @@ def test_the_object_of_the_kernel_counts_more_than_the_class_of_the_stack(
     expect(found, alike(phase), cause, 3, sure)
 
 
+def starting(world, phase="boot"):
+    """Returns ranks that have not begun a step, for longer than their limit."""
+    return [replace(rank(n, phase, 0), unchanged_s=500.0) for n in range(world)]
+
+
 @pytest.mark.parametrize("phase", ["", "boot"])
 def test_during_the_start_the_rank_that_works_is_the_cause_and_not_those_that_wait(phase):
     """No rank has a stack. For example, a rank without a pulse (phase "") is not dumped."""
@@ -113,8 +120,7 @@ def test_during_the_start_the_rank_that_works_is_the_cause_and_not_those_that_wa
     found = Evidence(
         asleep | {2: before}, {n: replace(p, mono=2.0) for n, p in asleep.items()} | {2: after}
     )
-    ranks = tuple(replace(each, step=0, unchanged_s=500.0) for each in alike(phase))
-    verdict = expect(found, ranks, "startup", 2, "medium")
+    verdict = expect(found, starting(4, phase), "startup", 2, "medium")
     assert "has not joined the other ranks and runs at 95% of a core" in verdict.sentence
 
 
@@ -240,16 +246,6 @@ def test_a_process_that_cannot_run_is_sure_where_all_others_wait_and_it_cannot_a
     assert explained(alone, *ranks).sure == ("high" if is_sure else "medium")
 
 
-@pytest.mark.parametrize("lacks", [False, True])
-def test_the_next_step_says_that_py_spy_is_not_installed(lacks):
-    found = replace(runs(0.0), lacks_py_spy=lacks)
-    action = explained(found, *PAIR).action
-    assert "py-spy dump --native --pid 1001" in action
-    assert action.endswith("; py-spy is not installed: pip install py-spy") == lacks
-    stopped = replace(CASES["stopped"], lacks_py_spy=lacks)
-    assert "py-spy" not in explained(stopped, *PAIR).action
-
-
 @pytest.mark.parametrize("odd", ["barrier", "reduce"])
 def test_of_two_ranks_the_one_that_leaves_the_usual_calls_is_named_in_its_own_phase(odd):
     """Rank 1 is in a later phase than rank 0, as after a skipped call."""
@@ -343,3 +339,32 @@ def test_an_ended_child_of_another_program_is_no_worker_of_the_loader():
         found = explained(evidence((LOADER, OWN), children=(child,)), *PAIR)
         assert found.cause == "loader"
         assert ("worker 9" in found.sentence) is words
+
+
+# --- before the first step -----------------------------------------------------------------------
+
+JOINS = collective("_new_process_group_helper")[0]
+
+
+def test_ranks_that_all_wait_to_join_have_not_started_and_none_is_blamed():
+    """For example, a rank expects more ranks than there are."""
+    found = Evidence(
+        dict.fromkeys((0, 1), IDLE), dict.fromkeys((0, 1), replace(IDLE, mono=2.0)),
+        {n: stack(n, JOINS, OWN) for n in (0, 1)},
+    )  # fmt: skip
+    verdict = expect(found, starting(2), "startup", None, "medium")
+    assert "each waits for its peers to join" in verdict.sentence
+
+
+def test_of_several_ranks_that_have_not_joined_none_is_blamed_for_certain():
+    """For example, rank 3 expects five ranks, ranks 1 and 2 wait for it, and rank 0 has joined."""
+    processes = dict.fromkeys(range(4), IDLE)
+    group = "gloo 0 default_pg"
+    first = Collective(group, 1, "all_gather", "[1] int64", False)
+    found = Evidence(
+        processes, dict.fromkeys(processes, replace(IDLE, mono=2.0)),
+        {0: stack(0, *PEERS), **{n: stack(n, JOINS, OWN) for n in (1, 2, 3)}},
+        {0: FlightRecord(0, NOW, "x", {group: 1}, (first,)),
+         **{n: FlightRecord(n, NOW, "x", {}, ()) for n in (1, 2, 3)}},
+    )  # fmt: skip
+    expect(found, starting(4), "startup", 1, "medium")

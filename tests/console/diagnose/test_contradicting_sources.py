@@ -90,8 +90,7 @@ def test_any_evidence_gives_a_verdict_and_less_of_it_never_more_confidence(
         {r: flight(r, last) for r, last in flights.items()},
     )  # fmt: skip
     verdict = explained(found, *ranks)
-    assert verdict.cause in {each.name for each in CAUSES} | {"transport", "all-ranks",
-                                                              "slowest-rank"}  # fmt: skip
+    assert verdict.cause in {each.name for each in CAUSES} | {"all-ranks", "slowest-rank"}
     less = explained(replace(found, stacks={}, flights={}, before={}, after={}), *ranks)
     assert less.sure != "high"
 

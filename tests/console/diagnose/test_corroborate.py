@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 
 from console.diagnose.rank_evidence import RankEvidence, why_unconfirmed
-from console.diagnose.readings import Readings
 from console.diagnose.rules import HALTING, RULES
 from console.diagnose.verdict import diagnose
-from console.diagnose.watchdog import Watchdog
 from console.plan import Watch
 from console.sources.pace import progress_of
+from tests.console.diagnose.watched import Watched
 
 WATCH = Watch(stall_floor_s=10, startup_s=60, stall_act_s=20)
 decision = pytest.mark.decision
@@ -20,12 +19,8 @@ decision = pytest.mark.decision
 
 def changes(make, rule, seconds=200):
     """Updates a watchdog once a second; returns kind and text of each change of the rule."""
-    dog = Watchdog(WATCH, {rule: "halt"})
-    found = []
-    for second in range(1, seconds):
-        now = Readings(mono=float(second), ts=1e9 + second, **make(second))
-        found += [(c.kind, c.text) for c in dog.update(now) if c.rule.name == rule]
-    return found
+    run = Watched(WATCH, rule, "halt")
+    return [each for second in range(1, seconds) for each in run.texts(**make(second))]
 
 
 def kinds(found):
@@ -234,8 +229,6 @@ def test_the_slowest_rank_is_never_sure_its_pulse_alone_says_so():
 
 def test_a_rank_without_a_usable_pulse_is_not_named_and_makes_the_verdict_unsure():
     lost = replace(rank(500.0), rank=1, doubt="lost")
-    assert diagnose((rank(1.0), lost), WATCH, 1e9) is None
-    assert diagnose((lost,), WATCH, 1e9) is None
     verdict = diagnose((rank(12.0, 12.0), lost), WATCH, 1e9)
     assert (verdict.sure, verdict.rank) == ("low", 0)
     assert verdict.sentence.endswith("; rank 1 has no readable pulse")

@@ -1,6 +1,7 @@
 """The class of a stack: its own code, or the kind of object that the rank waits for.
 
-The recorded stacks are dumps of `tests/programs/blocked.py`; `record_stacks` wrote them.
+The recorded stacks are dumps of a DDP program of two ranks, `blocked.py`, of which one blocks. The
+drills (`make drills`) classify stacks of the installed torch.
 """
 
 from __future__ import annotations

@@ -5,50 +5,39 @@ from __future__ import annotations
 import pytest
 
 from console.diagnose.rank_evidence import RankEvidence
-from console.diagnose.readings import Readings
-from console.diagnose.watchdog import Watchdog
 from console.plan import Watch, WatchRule
 from console.sources.pace import progress_of
+from tests.console.diagnose.watched import Watched
 
 FAST, SLOW = 1000.0, 50.0
 COLLAPSED = 0.95
 
 
-class Run:
-    """Updates a watchdog once a second; `found` has the time and the kind of each change."""
+class Run(Watched):
+    """Updates a watchdog once a second; `kinds` has the kind of each change."""
 
     def __init__(self, rule: str = "throughput_drop", action: str = "halt", **given):
-        self.dog = Watchdog(Watch(rules={rule: WatchRule(**given)}), {rule: action})
-        self.rule, self.second, self.step = rule, 0, 0
-        self.newest, self.found = {}, []
+        super().__init__(Watch(rules={rule: WatchRule(**given)}), rule, action)
+        self.step, self.kinds = 0, list[str]()
 
-    def poll(self, phase: str, *records: dict) -> None:
-        self.second += 1
+    def tick(self, phase: str, *records: dict) -> None:
         fresh = [progress_of({"rank": rank, "step": self.step} | each)
                  for each in records for rank in (0, 1)]  # fmt: skip
-        self.newest |= {each.rank: each for each in fresh}
         ranks = tuple(RankEvidence(rank, 100, "S", self.step, phase, 0.1) for rank in (0, 1))
-        now = Readings(mono=float(self.second), ts=1e9 + self.second, ranks=ranks, fresh=fresh,
-                       progress=self.newest)  # fmt: skip
-        changes = self.dog.update(now)
-        self.found += [(self.second, c.kind) for c in changes if c.rule.name == self.rule]
+        self.kinds += [each.kind for each in self.poll(*fresh, ranks=ranks)]
 
     def train(self, seconds: int, toks_per_s: float = FAST, every: int = 1, **fields) -> None:
         """Finishes a step, with a record, every `every` seconds."""
         for second in range(1, seconds + 1):
             if second % every:
-                self.poll("forward")
+                self.tick("forward")
             else:
                 self.step += 1
-                self.poll("forward", {"toks_per_s": toks_per_s} | fields)
+                self.tick("forward", {"toks_per_s": toks_per_s} | fields)
 
     def wait(self, seconds: int, phase: str) -> None:
         for _ in range(seconds):
-            self.poll(phase)
-
-    @property
-    def kinds(self) -> list[str]:
-        return [kind for _, kind in self.found]
+            self.tick(phase)
 
 
 @pytest.mark.parametrize("phase", ["eval", "save", "halt", "forward"])
@@ -105,7 +94,7 @@ def test_a_drop_in_a_run_of_many_records_a_second_is_reported():
     for rate in (FAST, FAST / 2):
         for _ in range(200):
             run.step += 1
-            run.poll("forward", *[{"toks_per_s": rate}] * 8)
+            run.tick("forward", *[{"toks_per_s": rate}] * 8)
     assert run.kinds == ["raise"]
 
 
@@ -134,7 +123,7 @@ def fetching(run: Run, share: float, step_s: int, steps: int = 1) -> None:
     """Trains until a record of `steps` steps, in which fetch takes `share` of the time."""
     run.wait(step_s * steps - 1, "forward")
     run.step += steps
-    run.poll("forward", {"dt_fetch_s": share * step_s, "steps_dt_s": [float(step_s)] * steps})
+    run.tick("forward", {"dt_fetch_s": share * step_s, "steps_dt_s": [float(step_s)] * steps})
 
 
 @pytest.mark.parametrize("step_s", [10, 40, 130])

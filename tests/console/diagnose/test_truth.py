@@ -12,12 +12,11 @@ import pytest
 
 from console.diagnose import truth
 from console.diagnose.rank_evidence import RankEvidence
-from console.diagnose.readings import Readings, setting_values
+from console.diagnose.readings import setting_values
 from console.diagnose.rules import RULES
-from console.diagnose.watchdog import Watchdog
 from console.model import Gpu
-from console.plan import Watch
 from console.sources.pace import Pace
+from tests.console.diagnose.watched import Watched
 from trainers.contract import VERSION
 
 SETTINGS = {
@@ -71,7 +70,7 @@ def record_of(rank: int, step: int, rng: random.Random) -> dict[str, Any]:
 def alerts(told: Told) -> dict[str, str]:
     """Returns the open alerts on a run in which each rank writes a record every second."""
     rng, paces = random.Random(4), [Pace() for _ in range(told.ranks)]
-    dog = Watchdog(Watch(), settings=SETTINGS | told.settings)
+    run = Watched(settings=SETTINGS | told.settings)
     gpus = [replace(GPU, index=i, **told.gpu) for i in range(told.ranks)]
     gpus += [replace(GPU, index=90 + i, **told.others) for i in range(4 * bool(told.others))]
     env = {key: value for key, value in (ENV | told.env).items() if value is not None}
@@ -89,14 +88,8 @@ def alerts(told: Told) -> dict[str, str]:
         seen = tuple(
             RankEvidence(rank, 1, "R", step, told.phase, 0.0) for rank in range(told.ranks)
         )
-        changes = dog.update(
-            Readings(
-                mono=float(second), ts=1e9 + second, ranks=seen, gpus=tuple(gpus), env=env,
-                fresh=[each for pace in paces for each in pace.take_fresh()],
-                progress={r: p for r, pace in enumerate(paces) if (p := pace.progress)},
-            )
-        )  # fmt: skip
-        for change in changes:
+        fresh = [each for pace in paces for each in pace.take_fresh()]
+        for change in run.poll(*fresh, ranks=seen, gpus=tuple(gpus), env=env):
             if change.kind == "raise":
                 found[change.rule.name] = change.text
             elif change.kind == "clear":

@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from console.diagnose.evidence import Evidence
-from console.diagnose.rank_evidence import RankEvidence, limit_s
-from console.diagnose.readings import Readings
+from console.diagnose.rank_evidence import RankEvidence
 from console.diagnose.verdict import BEING_READ, COLLECTING, LOOK_AT_STACKS, NO_EVIDENCE, diagnose
-from console.diagnose.watchdog import Watchdog
 from console.plan import Watch, WatchRule
 from tests.console.diagnose.test_stack_classes import recorded
+from tests.console.diagnose.watched import Watched
 from trainers.contract.pulse import PHASES
 
 NOW = 1_790_000_000.0
@@ -184,14 +183,9 @@ def test_starting_and_saving_have_limits_of_their_own():
 
 def test_a_rank_that_hangs_after_its_exit_record_leads_to_no_action():
     watch = replace(WATCH, rules={"stall": WatchRule(action="restart")}, stall_act_s=1)
-    dog, ranks = Watchdog(watch), (replace(EXITED, step=41), replace(HUNG, unchanged_s=5000.0))
+    run, ranks = Watched(watch), (replace(EXITED, step=41), replace(HUNG, unchanged_s=5000.0))
     assert judge(*ranks)
-    moments = (Readings(float(n), NOW + n, ranks, stall_doubt="") for n in range(200))
-    assert [change for each in moments for change in dog.update(each)] == []
-
-
-def test_the_limit_follows_slow_steps():
-    assert [limit_s(rank(0, p99_s=p99_s), WATCH) for p99_s in (None, 0.5, 6.0)] == [10, 10, 30]
+    assert [run.poll(ranks=ranks, stall_doubt="") for _ in range(200)] == [[]] * 200
 
 
 def test_position_is_step_then_phase_then_collectives():

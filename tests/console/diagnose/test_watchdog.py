@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from console import plan
 from console.diagnose import rules, truth
 from console.diagnose.rank_evidence import RankEvidence
-from console.diagnose.rates import rate_ratio
 from console.diagnose.readings import Readings, setting_values, steady_growth
 from console.diagnose.rules import (
     ACTIONS,
@@ -31,9 +30,9 @@ from console.diagnose.watchdog import Watchdog
 from console.model import Gpu
 from console.plan import Watch
 from console.sources.pace import Progress, progress_of
+from tests.console.diagnose.watched import GPU, Watched
 from trainers.contract.errors import UsageError
 
-GPU = Gpu(0, "A100", "ok", mem_used_mib=100.0, mem_total_mib=1000.0, ecc_uncorrected=3)
 WATCH = Watch(stall_floor_s=10, startup_s=60, stall_act_s=20)
 
 
@@ -43,12 +42,12 @@ def ranks(unchanged_s: float) -> tuple[RankEvidence, ...]:
 
 def records(**fields):
     """Returns a function that makes readings with a new progress record with these fields."""
-    return lambda now, tick: {"fresh": (p := progress_of({"rank": 0, "step": tick} | fields),),
+    return lambda tick: {"fresh": (p := progress_of({"rank": 0, "step": tick} | fields),),
                               "progress": {0: p}}  # fmt: skip
 
 
 def fixed(**fields):
-    return lambda now, tick: fields
+    return lambda tick: fields
 
 
 def gpus(**fields):
@@ -62,19 +61,17 @@ WELL_S, SICK_S, RECOVERY_S = 200, 500, 1200
 CASES = {
     "stall": (fixed(ranks=ranks(11)), None, fixed(ranks=ranks(1))),
     "throughput_drop": (
-        lambda now, tick: records(toks_per_s=100.0)(now, tick) if tick < WELL_S + 100 else {},
+        lambda tick: records(toks_per_s=100.0)(tick) if tick < WELL_S + 100 else {},
         None, records(**WELL),
     ),
     "non_finite": (
-        lambda now, tick: records(**WELL | ({"loss": "nan"} if tick == WELL_S + 1 else {}))(
-            now, tick
-        ),
+        lambda tick: records(**WELL | ({"loss": "nan"} if tick == WELL_S + 1 else {}))(tick),
         None, None,
     ),
     "zero_gradient": (records(grad_norm=0), None, records(**WELL)),
     "gate_collapse": (records(gate_max_gate=0.95), None, records(gate_max_gate=0.5)),
     "gate_never_learned": (
-        lambda now, tick: records(gate_entropy_mean=1.0986)(now, 100 * tick), None, records(**WELL),
+        lambda tick: records(gate_entropy_mean=1.0986)(100 * tick), None, records(**WELL),
     ),
     "memory_ceiling": (
         fixed(host_total_mib=1000, host_free_mib=40), fixed(host_total_mib=1000, host_free_mib=70),
@@ -92,8 +89,8 @@ CASES = {
     "disk": (fixed(disk_free_gib=2.5, checkpoint_gib=1.3), fixed(disk_free_gib=1.1),
              fixed(disk_free_gib=9.0)),
     "memory_growth": (
-        lambda now, tick: {"rss_mib": {0: 50 * now}, "host_free_mib": 20_000.0}, None,
-        lambda now, tick: {"rss_mib": {0: 5000.0}, "host_free_mib": 20_000.0},
+        lambda tick: {"rss_mib": {0: 50 * tick}, "host_free_mib": 20_000.0}, None,
+        lambda tick: {"rss_mib": {0: 5000.0}, "host_free_mib": 20_000.0},
     ),
     "ecc": (gpus(ecc_uncorrected=4), None, gpus()),
     "clock": (fixed(newest_ts=5e9), None, fixed(newest_ts=1.0)),
@@ -105,21 +102,15 @@ Without third readings, the rule stays raised until the attempt ends.
 """
 
 
-class Clock:
+class Clock(Watched):
     """Updates a watchdog once a second."""
-
-    def __init__(self, dog: Watchdog):
-        self.dog, self.now, self.tick = dog, 0.0, 0
 
     def run(self, make, seconds: int) -> list[tuple[float, str, str]]:
         """Returns the time, the kind and the rule of each change."""
         found = []
         for _ in range(seconds):
-            self.now, self.tick = self.now + 1, self.tick + 1
-            given = make(self.now, self.tick) if make else {}
-            given = {"ts": 1e9 + self.now} | given
-            changes = self.dog.update(Readings(mono=self.now, **given))
-            found += [(self.now, c.kind, c.rule.name) for c in changes]
+            given = make(int(self.mono) + 1) if make else {}
+            found += [(self.mono, c.kind, c.rule.name) for c in self.poll(**given)]
         return found
 
 
@@ -130,7 +121,7 @@ def test_every_rule_has_a_case():
 @pytest.mark.parametrize("name", CASES)
 def test_a_rule_is_raised_once_and_cleared_once(name):
     sick, between, well = CASES[name]
-    clock = Clock(Watchdog(WATCH, settings=SETTINGS))
+    clock = Clock(WATCH, settings=SETTINGS)
     assert clock.run(well or records(**WELL), WELL_S) == [], "healthy readings raise no rule"
     changes = clock.run(sick, SICK_S)
     assert [change[1:] for change in changes] == [("raise", name)]
@@ -142,10 +133,13 @@ def test_a_rule_is_raised_once_and_cleared_once(name):
     assert cleared == ([("clear", name)] if well else [])
 
 
-@pytest.mark.parametrize("name", ["stall", "zero_gradient", "gpu_lost", "throttle", "disk"])
+@pytest.mark.parametrize(
+    "name", ["stall", "zero_gradient", "gate_collapse", "gate_never_learned", "loader_slow",
+             "gpu_lost", "throttle", "disk"],
+)  # fmt: skip
 def test_a_rule_that_a_former_watchdog_raised_is_not_raised_again_and_is_cleared(name):
     sick, _, well = CASES[name]
-    clock = Clock(Watchdog(WATCH))
+    clock = Clock(WATCH)
     clock.dog.restore([name, "no-rule"])
     assert clock.dog.raised() == (name,)
     assert clock.run(sick, 300) == []
@@ -163,7 +157,7 @@ def test_a_new_rule_is_one_row_and_sees_the_settings_of_the_run(monkeypatch, val
     settings = setting_values(
         {"settings": {"train.warmup_steps": {"value": value, "origin": "plan"}}}
     )
-    clock = Clock(Watchdog(WATCH, settings=settings))
+    clock = Clock(WATCH, settings=settings)
     assert clock.run(records(loss=9.0), 100) == [(raised, "raise", "spike")]
 
 
@@ -174,9 +168,7 @@ def test_a_strong_action_needs_a_severe_value_without_a_pause(monkeypatch, betwe
                lambda _now, _history: "", action="halt", severe=2.0)  # fmt: skip
     monkeypatch.setattr(rules, "TABLE", (row,))
     values = [*[2.0] * 25, *[between] * 5, *[2.0] * 15]
-    changes = Clock(Watchdog(WATCH)).run(
-        lambda _now, tick: {"host_free_mib": values[tick - 1]}, len(values)
-    )
+    changes = Clock(WATCH).run(lambda tick: {"host_free_mib": values[tick - 1]}, len(values))
     assert [kind for _, kind, _ in changes] == kinds
 
 
@@ -186,25 +178,15 @@ def test_a_rule_that_reads_a_figure_without_a_field_is_told_where_it_belongs(mon
 
     monkeypatch.setattr(rules, "TABLE", (Rule("warm", "warmth", "", 1.0, 0.5, 0.0, rate),))
     with pytest.raises(AttributeError, match="'warmth' of a record to the fields of Progress"):
-        Clock(Watchdog(WATCH)).run(records(), 1)
+        Clock(WATCH).run(records(), 1)
 
 
 def test_a_value_that_is_not_measured_raises_nothing_and_clears_nothing():
-    clock = Clock(Watchdog(WATCH))
+    clock = Clock(WATCH)
     assert clock.run(None, 400) == []
     clock.run(CASES["gpu_lost"][0], 3)
     assert clock.run(None, 400) == []
     assert clock.dog.raised() == ("gpu_lost",)
-
-
-def test_a_slower_run_is_known_by_its_own_rates():
-    logs = [math.log(1000 * (1 + 0.02 * (i % 3))) for i in range(100)]
-    assert rate_ratio(logs)[0] > 0.9
-    assert rate_ratio([*logs, *[math.log(400)] * 8])[0] < 0.5
-    assert rate_ratio([*logs, *[math.log(400)] * 3])[0] > 0.9
-    assert rate_ratio(logs[:10]) == (None, [])
-    uneven = [math.log(1000) + 0.8 * math.sin(i * i) for i in range(200)]
-    assert rate_ratio([*uneven, *[log - 0.4 for log in uneven[:8]]])[0] > 0.7
 
 
 def test_a_plateau_and_a_jump_are_no_growth():
@@ -215,11 +197,10 @@ def test_a_plateau_and_a_jump_are_no_growth():
 
 
 def test_the_growth_of_memory_names_a_rank_that_still_runs():
-    dog, said = Watchdog(WATCH), []
+    run, said = Watched(WATCH), []
     for second in range(500):
         rss_mib = {0: 20.0 * second} | ({1: 60.0 * second} if second < 350 else {})
-        now = Readings(mono=second, ts=1e9 + second, rss_mib=rss_mib, host_free_mib=20_000.0)
-        said += [change.text for change in dog.update(now)]
+        said += [text for _, text in run.texts(rss_mib=rss_mib, host_free_mib=20_000.0)]
     assert len(said) == 1
     assert "grows by 1200 MiB a minute (fastest: rank 0); " in said[0]
 
@@ -231,9 +212,7 @@ def test_the_time_of_a_rank_whose_pulse_is_in_doubt_is_not_the_time_of_a_stall()
 
 
 def test_a_jump_of_the_wall_clock_is_reported_and_then_accepted():
-    changes = Clock(Watchdog(WATCH)).run(
-        lambda now, tick: {"ts": 1e9 + now + (30 if tick > 50 else 0)}, 200
-    )
+    changes = Clock(WATCH).run(lambda tick: {"ts": 1e9 + tick + (30 if tick > 50 else 0)}, 200)
     assert [change[1:] for change in changes] == [("raise", "clock"), ("clear", "clock")]
 
 

@@ -164,16 +164,6 @@ def test_a_py_spy_that_fails_delays_nothing_for_long_and_leaves_a_gap(
     assert left.stdout == ""
 
 
-@pytest.mark.parametrize("lacks", [False, True])
-def test_the_evidence_knows_that_py_spy_is_not_in_the_path(
-    tmp_path, fake, rank, monkeypatch, lacks
-):
-    fake("exit 1")
-    if lacks:
-        monkeypatch.setenv("PATH", str(tmp_path))
-    assert collected(tmp_path, rank).lacks_py_spy == lacks
-
-
 def test_only_a_rank_that_can_run_and_is_the_same_process_is_read(tmp_path, fake, rank):
     calls = fake(f"sed 's/{PID},$/'\"$5,/\" {RECORDED}")
     saved = []
