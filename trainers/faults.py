@@ -35,10 +35,7 @@ _leaked: list[bytes] = []
 def arm(
     settings: Settings, member: Member, report: Report, model: nn.Module, source: Source
 ) -> None:
-    """Adds the drills of this rank to the model and the source, and reports them.
-
-    Rank 0 also reports the drills of ranks that the run does not have.
-    """
+    """Adds the drills of this rank to the model and the source, and reports them."""
     mine: list[Drill] = []
     last: dict[Drill, int] = {}
     sequences_per_step = settings.train.batch_size * settings.train.accumulate * member.world
@@ -72,13 +69,14 @@ def arm(
         return plain(count, rank, world)
 
     for drill in parse(settings.train.drill, "train.drill"):
-        why = _why_skipped(drill, member, settings.train.steps, report.steps_done)
-        is_ours = drill.rank in (None, member.rank)
-        if is_ours or (member.rank == 0 and (drill.rank or 0) >= member.world):
+        if drill.rank not in (None, member.rank):
+            continue
+        is_past = drill.step <= report.steps_done and not KINDS[drill.kind].lasts
+        if is_past or (member.attempt > 1 and not drill.every_attempt):
+            record(drill, "rests", f"drill {drill} is skipped: its step or its attempt is past")
+        else:
             # The log does not name a fault to come, because operators read the log.
-            text = f"drill {drill} is skipped: {why}" if why else "a drill is armed"
-            record(drill, "rests" if why else "armed", text)
-        if is_ours and not why:
+            record(drill, "armed", "a drill is armed")
             mine.append(drill)
     if mine:
         model.register_forward_pre_hook(before_forward)
@@ -86,19 +84,6 @@ def arm(
             lambda _model, _inputs, logits: happen("logits", member.pulse.step, logits)
         )
         source.read = read
-
-
-def _why_skipped(drill: Drill, member: Member, steps: int, steps_done: int) -> str:
-    """Returns why a drill does not happen in this attempt, or "" if it is not skipped."""
-    if member.attempt > 1 and not drill.every_attempt:
-        return f"this is attempt {member.attempt}"
-    if drill.rank is not None and drill.rank >= member.world:
-        return f"the run has {member.world} ranks, starting at 0"
-    if drill.step > steps:
-        return f"the run ends with step {steps}"
-    if drill.step <= steps_done and not KINDS[drill.kind].lasts:
-        return f"the training resumed after step {steps_done}"
-    return ""
 
 
 def _raise(_amount: None, _member: Member) -> NoReturn:

@@ -119,8 +119,7 @@ def _one(word: str, named: str) -> Drill:
     if found is None:
         raise UsageError(f"{named}: the drill {word!r} is not {GRAMMAR}")
     amount = float(found["amount"]) if found["amount"] else kind.amount
-    if found["amount"] and (kind.amount is None or not amount):
-        wrong = "accepts no SECONDS" if kind.amount is None else "needs SECONDS above 0"
-        raise UsageError(f"{named}: the drill {word!r} is rejected: {name} {wrong}")
+    if found["amount"] and kind.amount is None:
+        raise UsageError(f"{named}: the drill {word!r} is rejected: {name} accepts no SECONDS")
     rank = None if found["rank"] == ALL else int(found["rank"] or 0)
     return Drill(name, int(found["step"]), rank, amount, bool(found["every"]))
