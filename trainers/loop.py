@@ -242,9 +242,10 @@ def run_requests(t: Training, step: int, rows: list[Row]) -> None:
 
 
 def save(t: Training, step: int) -> None:
-    """Saves a checkpoint, or starts a background save; reports a CheckpointError."""
+    """Saves a checkpoint after the previous save, or starts a background save."""
     t.phases.enter(step, "save")
     began = time.perf_counter()
+    report_save(t, step, *t.saver.collect(wait_s=None))
     try:
         if t.saver.in_background:
             t.saver.save_async(position(t))

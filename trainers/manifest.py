@@ -7,7 +7,6 @@ the final name is complete, and it can be verified without executing anything in
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import re
@@ -86,12 +85,7 @@ def complete(temporary: Path, target: Path, manifest: Manifest) -> None:
     if target.exists():
         # The former checkpoint of this step is removed only after the new one is complete.
         target.rename(replaced)
-    try:
-        temporary.rename(target)
-    except OSError:
-        with contextlib.suppress(OSError):  # `newest_first` also finds `replaced`
-            replaced.rename(target)
-        raise
+    temporary.rename(target)  # if this fails, `newest_first` finds `replaced`
     try:
         _sync(target.parent)
         rundir.write_atomic(target.parent / rundir.LATEST, f"{target.name}\n")

@@ -115,17 +115,6 @@ def test_whatever_is_raised_in_the_background_ends_the_wait_and_is_told(tmp_path
     assert isinstance(saver.save(at(2)), Path)
 
 
-def test_a_second_save_keeps_the_failure_of_the_first(tmp_path):
-    saver = Saver(tmp_path, made(1), BACKGROUND)
-    saver.save_async(replace(at(1), data={"x": Raises(ValueError("a"))}))
-    saver.save_async(at(2))
-    saver.save(at(3))
-    failed, second = saver.collect()
-    assert isinstance(failed, CheckpointError)
-    assert second == tmp_path / "checkpoints" / "step_00000002"
-    assert saver.collect() == []
-
-
 def test_an_error_of_the_training_lets_a_background_save_end(tmp_path):
     changes = small(train__steps=100, checkpoint__every=5, checkpoint__background="on")
     run = Run(tmp_path, changes, nproc=1, broken="bug_while_saving")
