@@ -19,14 +19,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from trainers.contract import rundir
 from trainers.contract.drill_kinds import KINDS, Drill, Place, parse
 from trainers.contract.member import Member
 from trainers.run_records import Report
 from trainers.schema import Settings
 from trainers.sequences import RankRows, Source
 
-EXIT_CODE = 7
 WRITTEN_S = 10.0
 """Longest time in seconds that a drill waits until its record is written."""
 _leaked: list[bytes] = []
@@ -97,12 +95,6 @@ def _out_of_memory(_amount: None, _member: Member) -> NoReturn:
     )
 
 
-def _half_a_record(_amount: None, member: Member) -> NoReturn:
-    half = f'{{"v":1,"rank":{member.rank},"step":{member.pulse.step},"msg":"progr'
-    os.write(rundir.open_append(rundir.heartbeat(member.run, member.rank)), half.encode())
-    os._exit(EXIT_CODE)
-
-
 def _sleep(amount: float, _where: Member | Source) -> None:
     time.sleep(amount)
 
@@ -120,11 +112,6 @@ def _hold_gil(amount: float, _member: Member) -> None:
     native.pthread_mutex_lock(mutex)
     until = (ctypes.c_long * 2)(int(whole), int(part * 1e9))
     native.pthread_mutex_timedlock(mutex, until)
-
-
-def _deafen(amount: float, member: Member) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _hold_gil(amount, member)
 
 
 def _leak(amount: float, _member: Member) -> None:
@@ -148,17 +135,14 @@ def _infinite_gradient(_amount: None, logits: Tensor) -> Tensor:
 
 DRILLS: dict[str, Callable[[Any, Any], Any]] = {
     "raise": _raise,
-    "exit": lambda _amount, _member: os._exit(EXIT_CODE),
+    "exit": lambda _amount, _member: os._exit(7),
     "oom": _out_of_memory,
     "kill": lambda _amount, _member: os.kill(os.getpid(), signal.SIGKILL),
     "segv": lambda _amount, _member: ctypes.string_at(0),
-    "abort": lambda _amount, _member: os.abort(),
-    "half": _half_a_record,
     "stop": lambda _amount, _member: os.kill(os.getpid(), signal.SIGSTOP),
     "sleep": _sleep,
     "spin": _spin,
     "gil": _hold_gil,
-    "deaf": _deafen,
     "backward": _sleep_in_backward,
     "loader": _sleep,
     "nan": lambda _amount, logits: logits * math.nan,
