@@ -259,21 +259,21 @@ def save(t: Training, step: int) -> None:
 def save_final(t: Training, halted: bool) -> None:
     """Waits for a background save, then saves the final checkpoint.
 
-    Without `checkpoint.at_end`, only a halted training saves. A training without a step in this
-    process saves nothing if its directory already has the checkpoint of this step. Exports the
-    checkpoint if `checkpoint.export` is set. Raises CheckpointError.
+    Without `checkpoint.at_end`, only a training that was halted or exports its model saves. A
+    training without a step in this process saves nothing if its directory already has the
+    checkpoint of this step. Raises CheckpointError.
     """
-    step = t.report.steps_done
+    step, target = t.report.steps_done, t.settings.checkpoint.export
     t.phases.enter(step, "save")
     report_save(t, step, *t.saver.collect(wait_s=None))
-    if t.settings.checkpoint.at_end or halted:
+    if t.settings.checkpoint.at_end or target or halted:
         saved = t.member.run / CHECKPOINTS / manifest.name_of(step)
         # Rank 0 decides, because it chose the checkpoint; the other ranks may use other paths.
         if step >= t.first_step or not t.parallel.gather(saved.is_dir())[0]:
             saved = t.saver.save(position(t))
             report_save(t, step, saved)
-        if t.settings.checkpoint.export and t.parallel.rank == 0:
-            export(saved, Path(t.settings.checkpoint.export))
+        if target and t.parallel.rank == 0:
+            export(saved, Path(target))
 
 
 def finish_save(t: Training) -> None:

@@ -111,11 +111,6 @@ TABLE: tuple[Refusal, ...] = (
         "a step to resume from needs a run; add checkpoint.resume=auto",
     ),
     Refusal(
-        ("checkpoint.export", "checkpoint.at_end"),
-        lambda s: s.checkpoint.export != "" and not s.checkpoint.at_end,
-        "the export contains the final checkpoint; set checkpoint.at_end=true",
-    ),
-    Refusal(
         ("checkpoint.allow_change",),
         lambda s: changes.allowed(s.checkpoint.allow_change) is None,
         "it takes precision, batch, schedule and data, comma-separated, or all; a change of the "

@@ -113,9 +113,6 @@ WRONG = {
         {}, {"data.source": "text", "train.stop_at_bytes_right": "0.9"},
         "train.stop_at_bytes_right", "recall",
     ),
-    "export_of_nothing": (
-        {}, {"checkpoint.export": "x", "checkpoint.at_end": "false"}, "checkpoint.export", "at_end",
-    ),
     "no_folder": (
         {}, {"data.source": "text", "data.path": "/no/such"}, "/no/such", "there is no such folder",
     ),
