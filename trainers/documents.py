@@ -108,7 +108,6 @@ def _list_files(data: DataSettings) -> tuple[Path, list[str], list[str]]:
     if not data.path:
         root, pattern = Path(sysconfig.get_path("stdlib")), "**/*.py"
         folders = [root / name for name in STANDARD_LIBRARY]
-    suffixes = data_access.SUFFIXES[data.source]
     try:
         files = [
             str(file)
@@ -123,9 +122,9 @@ def _list_files(data: DataSettings) -> tuple[Path, list[str], list[str]]:
             "data.path"
         ) from None
     if not files:
-        ending = f" and ends in {' or '.join(suffixes)}" if suffixes != ("",) else ""
         raise DataError(
-            f"no file with content below {root} matches {pattern!r}{ending}; change data.path"
+            f"no file with content below {root} matches {pattern!r} and is one of {data.source}; "
+            "change data.path"
         )
     return root, files, contents
 

@@ -52,7 +52,7 @@ class Saver:
         self._worker = ThreadPoolExecutor(1, "nsa-saver", choose_gpu)
         self._pending: tuple[Future[Path], Path] | None = None
         self.remarks: list[str] = []
-        """Sentences on old checkpoints that could not be removed or listed (rank 0)."""
+        """Sentences on old checkpoints that remain after an error (rank 0)."""
 
     def save(self, position: Manifest) -> Path:
         """Writes a checkpoint and returns its directory. Raises CheckpointError on all ranks."""
