@@ -175,7 +175,7 @@ def test_a_figure_with_the_name_of_a_field_replaces_no_field(tmp_path):
 from trainers.contract.member import join
 fields = (
     "v", "n", "run", "attempt", "ts", "mono", "host", "pid", "rank", "local_rank", "world", "step",
-    "msg", "steps_dt_s", "nonfinite_loss_steps", "cut",
+    "msg", "steps_dt_s", "nonfinite_loss_steps",
 )
 run = join()
 for step in (1, 2, 3):
