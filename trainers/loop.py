@@ -233,7 +233,8 @@ def run_requests(t: Training, step: int, rows: list[Row]) -> None:
         evaluate(t, step)
     report_save(t, step, *t.saver.collect())
     settings = t.settings.checkpoint
-    final = settings.at_end and step == t.settings.train.steps
+    saves_at_end = settings.at_end or settings.export != ""
+    final = saves_at_end and step == t.settings.train.steps
     t.save_is_due |= settings.every > 0 and step % settings.every == 0
     # Weights may be unusable if a loss is not finite, so a periodic save waits for a finite step.
     if CHECKPOINT_NOW in requests or (t.save_is_due and not final and not t.guard.in_a_row):
