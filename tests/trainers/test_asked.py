@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from safetensors import safe_open
 
-from tests.trainers.runs import CONFIG, ROOT, Run, environment, small
+from tests.trainers.runs import CONFIG, Run, python, small
 from trainers import manifest
 from trainers.profiling import Profiler
 from trainers.schema import ReportSettings
@@ -93,10 +91,7 @@ def test_a_training_waits_at_its_end_for_the_slow_files_of_its_environment(tmp_p
     words = ["--config", CONFIG, "--run-dir", tmp_path / "run"]
     for key, value in small(train__steps=1).items():
         words += ["--set", f"{key}={value}"]
-    subprocess.run(
-        [sys.executable, "-c", program, *words], cwd=ROOT, env=environment(tmp_path), check=True,
-        timeout=300,
-    )  # fmt: skip
+    assert python(tmp_path, "-c", program, *words).returncode == 0
     assert "python: " in (tmp_path / "run" / "collect_env.txt").read_text()
 
 
