@@ -25,6 +25,8 @@ from trainers.schema import Settings
 from trainers.step_reduction import FIGURES, Row
 
 DONE, RIGHT_REACHED = "done", "bytes_right reached"
+SAVE_AFTER_ERROR_S = 25.0
+"""Longest wait for a background save after an error; torchrun may kill a rank after 30 s."""
 
 
 def train(settings: Settings, member: Member, report: Report) -> str:
@@ -56,7 +58,7 @@ def train(settings: Settings, member: Member, report: Report) -> str:
         dump_out_of_memory(member)
         raise
     finally:
-        finish_save(training)
+        report_save(training, report.steps_done, *training.saver.collect(SAVE_AFTER_ERROR_S))
         training.profiler.close()
         training.inventory.close()
         training.loader.close()
@@ -275,13 +277,6 @@ def save_final(t: Training, halted: bool) -> None:
             report_save(t, step, saved)
         if target and t.parallel.rank == 0:
             export(saved, Path(target))
-
-
-def finish_save(t: Training) -> None:
-    """Waits for a background save that still runs, for a limited time."""
-    if t.saver.busy:
-        t.member.pulse.set(t.report.steps_done, "save")
-    report_save(t, t.report.steps_done, *t.saver.finish())
 
 
 def position(t: Training) -> Manifest:
