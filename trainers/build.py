@@ -115,17 +115,22 @@ def resume(
 
     `stream` is the fingerprint of the data. If the data changed and their change is allowed, the
     training reads the data from the beginning. Returns the manifest of the checkpoint, or None to
-    start at step 1. Raises CheckpointError, and UsageError for a change that is not allowed.
+    start at step 1. Raises CheckpointError on all ranks if one rank finds no checkpoint at the path
+    that rank 0 chose or cannot read it, and UsageError for a change that is not allowed.
     """
     parallel = parts.parallel
-    restored = checkpoint.choose_on_all_ranks(parallel, lambda: choose(settings, member))
-    if restored is None:
+    chosen = checkpoint.on_all_ranks(
+        parallel, lambda: None if parallel.rank else choose(settings, member)
+    )
+    chosen = parallel.gather(chosen)[0]
+    if chosen is None:
         if settings.checkpoint.resume:
             report.record_event(
                 "resume", 0, f"{member.run} has no checkpoint to resume; starting at step 1"
             )
         return None
-    path, found, skipped = restored
+    path, skipped = chosen
+    found = checkpoint.on_all_ranks(parallel, lambda: manifest.read(path))
     before = changes.compared(found.settings, found.world, jsonl.text(found.data, "fingerprint"))
     now = changes.compared(report.values(), parallel.world, stream)
     changed = changes.refuse(path, before, now, settings.checkpoint.allow_change)

@@ -28,11 +28,11 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from nsa.backends import Switches
 from nsa.config import ModelConfig
 from nsa.model import Transformer
-from trainers import manifest, optim, settings
+from trainers import optim, settings
 from trainers.contract.errors import UsageError
 from trainers.failures import CheckpointError
 from trainers.guard import Spikes
-from trainers.manifest import MANIFEST, Manifest
+from trainers.manifest import MANIFEST
 from trainers.parallel import Single
 from trainers.precision import LossScale, weights_dtype
 
@@ -89,23 +89,6 @@ def on_all_ranks(parallel: Single, work: Callable[[], Result], what: str = "") -
         if each:
             raise CheckpointError(f"{what}: {each}" if what else each) from failure
     return results[0]
-
-
-def choose_on_all_ranks(
-    parallel: Single, choose: Callable[[], tuple[Path, list[CheckpointError]] | None]
-) -> tuple[Path, Manifest, list[CheckpointError]] | None:
-    """Returns, on all ranks, the checkpoint that `choose` returns on rank 0.
-
-    Returns three values: the path and the manifest of the checkpoint, and the errors of the
-    checkpoints that rank 0 skipped. Returns None if `choose` returns None. Raises CheckpointError
-    on all ranks if `choose` fails, or if a rank finds no checkpoint at this path.
-    """
-    chosen = on_all_ranks(parallel, lambda: None if parallel.rank else choose())
-    decided = parallel.gather(chosen)[0]
-    if decided is None:
-        return None
-    path, skipped = decided
-    return path, on_all_ranks(parallel, lambda: manifest.read(path)), skipped
 
 
 def load(path: Path, parts: Parts) -> None:

@@ -50,7 +50,7 @@ class Documents:
     files: tuple[str, ...]
     """Paths, or `hf://` addresses with their revision."""
     digest: str
-    """Number of the files in both parts, and a hash of their entries (`fingerprint_entry`)."""
+    """Number of the files in both parts, and a hash of their entries in the fingerprint."""
     keep: Callable[[bytes], bool] | None
     """Returns whether a document is in this part; None if whole files are held out."""
     reader: Reader
@@ -79,7 +79,7 @@ def find(data: DataSettings, seed: int, held_out: bool, scratch: Path) -> Docume
     if source == "fineweb_edu":
         from trainers import hub
 
-        about, names, contents = hub.resolve(data, scratch, fingerprint_entry)
+        about, names, contents = hub.resolve(data, scratch)
     else:
         root, names, contents = _list_files(data)
         about = f"{source} of {root if data.path else 'the Python standard library'}"
@@ -101,12 +101,6 @@ def find(data: DataSettings, seed: int, held_out: bool, scratch: Path) -> Docume
     )  # fmt: skip
 
 
-def fingerprint_entry(file: str, root: Path | str) -> str:
-    """Returns a file's entry in the fingerprint: its path relative to `root`, and its size."""
-    path = Path(file)
-    return f"{path.relative_to(root).as_posix()} {path.stat().st_size}"
-
-
 def _list_files(data: DataSettings) -> tuple[Path, list[str], list[str]]:
     """Returns the data folder, its selected files, and their entries in the fingerprint."""
     root, pattern = Path(data.path), data.pattern
@@ -114,7 +108,6 @@ def _list_files(data: DataSettings) -> tuple[Path, list[str], list[str]]:
     if not data.path:
         root, pattern = Path(sysconfig.get_path("stdlib")), "**/*.py"
         folders = [root / name for name in STANDARD_LIBRARY]
-    suffixes = data_access.SUFFIXES[data.source]
     try:
         files = [
             str(file)
@@ -122,16 +115,16 @@ def _list_files(data: DataSettings) -> tuple[Path, list[str], list[str]]:
             for file in sorted(folder.glob(pattern))
             if data_access.is_read(file, root, data.source)
         ]
-        contents = [fingerprint_entry(file, root) for file in files]
+        contents = [data_access.fingerprint(file, root) for file in files]
     except (OSError, ValueError, NotImplementedError) as error:
         raise DataError(
             f"cannot list the files {pattern!r} below {root}: {error}; change data.pattern or "
             "data.path"
         ) from None
     if not files:
-        ending = f" and ends in {' or '.join(suffixes)}" if suffixes != ("",) else ""
         raise DataError(
-            f"no file with content below {root} matches {pattern!r}{ending}; change data.path"
+            f"no file with content below {root} matches {pattern!r} and is one of {data.source}; "
+            "change data.path"
         )
     return root, files, contents
 

@@ -123,10 +123,8 @@ def _refuse(error: ContractError | OSError, variables: Mapping[str, str], entry:
     try:
         if directory and environ.RUN_ID in variables:
             member = Member(Path(directory), variables)
-    except UsageError as wrong:  # a variable of the contract
-        sentence = str(wrong)
-    except OSError as unwritable:
-        sentence += f" (and the run directory cannot be written: {unwritable})"
+    except (UsageError, OSError) as unusable:
+        sentence += f" (and the run gets no record: {unusable})"
     _say(f"{entry}: {sentence}\n")
     if member is not None:
         write_document(member, rundir.METRICS, steps_done=0, reason=sentence, exit_code=code)

@@ -19,14 +19,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from trainers.contract import rundir
 from trainers.contract.drill_kinds import KINDS, Drill, Place, parse
 from trainers.contract.member import Member
 from trainers.run_records import Report
 from trainers.schema import Settings
 from trainers.sequences import RankRows, Source
 
-EXIT_CODE = 7
 WRITTEN_S = 10.0
 """Longest time in seconds that a drill waits until its record is written."""
 _leaked: list[bytes] = []
@@ -35,10 +33,7 @@ _leaked: list[bytes] = []
 def arm(
     settings: Settings, member: Member, report: Report, model: nn.Module, source: Source
 ) -> None:
-    """Adds the drills of this rank to the model and the source, and reports them.
-
-    Rank 0 also reports the drills of ranks that the run does not have.
-    """
+    """Adds the drills of this rank to the model and the source, and reports them."""
     mine: list[Drill] = []
     last: dict[Drill, int] = {}
     sequences_per_step = settings.train.batch_size * settings.train.accumulate * member.world
@@ -72,13 +67,14 @@ def arm(
         return plain(count, rank, world)
 
     for drill in parse(settings.train.drill, "train.drill"):
-        why = _why_skipped(drill, member, settings.train.steps, report.steps_done)
-        is_ours = drill.rank in (None, member.rank)
-        if is_ours or (member.rank == 0 and (drill.rank or 0) >= member.world):
+        if drill.rank not in (None, member.rank):
+            continue
+        is_past = drill.step <= report.steps_done and not KINDS[drill.kind].lasts
+        if is_past or (member.attempt > 1 and not drill.every_attempt):
+            record(drill, "rests", f"drill {drill} is skipped: its step or its attempt is past")
+        else:
             # The log does not name a fault to come, because operators read the log.
-            text = f"drill {drill} is skipped: {why}" if why else "a drill is armed"
-            record(drill, "rests" if why else "armed", text)
-        if is_ours and not why:
+            record(drill, "armed", "a drill is armed")
             mine.append(drill)
     if mine:
         model.register_forward_pre_hook(before_forward)
@@ -86,19 +82,6 @@ def arm(
             lambda _model, _inputs, logits: happen("logits", member.pulse.step, logits)
         )
         source.read = read
-
-
-def _why_skipped(drill: Drill, member: Member, steps: int, steps_done: int) -> str:
-    """Returns why a drill does not happen in this attempt, or "" if it is not skipped."""
-    if member.attempt > 1 and not drill.every_attempt:
-        return f"this is attempt {member.attempt}"
-    if drill.rank is not None and drill.rank >= member.world:
-        return f"the run has {member.world} ranks, starting at 0"
-    if drill.step > steps:
-        return f"the run ends with step {steps}"
-    if drill.step <= steps_done and not KINDS[drill.kind].lasts:
-        return f"the training resumed after step {steps_done}"
-    return ""
 
 
 def _raise(_amount: None, _member: Member) -> NoReturn:
@@ -110,12 +93,6 @@ def _out_of_memory(_amount: None, _member: Member) -> NoReturn:
         "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.15 GiB "
         "of which 1.31 GiB is free. (a drill)"
     )
-
-
-def _half_a_record(_amount: None, member: Member) -> NoReturn:
-    half = f'{{"v":1,"rank":{member.rank},"step":{member.pulse.step},"msg":"progr'
-    os.write(rundir.open_append(rundir.heartbeat(member.run, member.rank)), half.encode())
-    os._exit(EXIT_CODE)
 
 
 def _sleep(amount: float, _where: Member | Source) -> None:
@@ -135,11 +112,6 @@ def _hold_gil(amount: float, _member: Member) -> None:
     native.pthread_mutex_lock(mutex)
     until = (ctypes.c_long * 2)(int(whole), int(part * 1e9))
     native.pthread_mutex_timedlock(mutex, until)
-
-
-def _deafen(amount: float, member: Member) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _hold_gil(amount, member)
 
 
 def _leak(amount: float, _member: Member) -> None:
@@ -163,17 +135,14 @@ def _infinite_gradient(_amount: None, logits: Tensor) -> Tensor:
 
 DRILLS: dict[str, Callable[[Any, Any], Any]] = {
     "raise": _raise,
-    "exit": lambda _amount, _member: os._exit(EXIT_CODE),
+    "exit": lambda _amount, _member: os._exit(7),
     "oom": _out_of_memory,
     "kill": lambda _amount, _member: os.kill(os.getpid(), signal.SIGKILL),
     "segv": lambda _amount, _member: ctypes.string_at(0),
-    "abort": lambda _amount, _member: os.abort(),
-    "half": _half_a_record,
     "stop": lambda _amount, _member: os.kill(os.getpid(), signal.SIGSTOP),
     "sleep": _sleep,
     "spin": _spin,
     "gil": _hold_gil,
-    "deaf": _deafen,
     "backward": _sleep_in_backward,
     "loader": _sleep,
     "nan": lambda _amount, logits: logits * math.nan,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 from datasets import load_dataset_builder
@@ -20,12 +19,10 @@ HUB_ERRORS: tuple[type[BaseException], ...] = (OSError, *HfHubHTTPError.__bases_
 """OSError, and the error of the HTTP library that this version of huggingface_hub uses."""
 
 
-def resolve(
-    data: DataSettings, scratch: Path, fingerprint: Callable[[str, str], str]
-) -> tuple[str, list[str], list[str]]:
+def resolve(data: DataSettings, scratch: Path) -> tuple[str, list[str], list[str]]:
     """Returns a description, the files of the training split, and their fingerprint entries.
 
-    `fingerprint` returns the entry of a file in the folder of a mirror. Raises DataError.
+    Raises DataError.
     """
     # Without this check, `datasets` would try for 23 s to reach a hub that does not answer.
     if not data.path and (why := data_access.hub_problem()):
@@ -43,7 +40,8 @@ def resolve(
                 place, data_files=named[data.subset]["data_files"], cache_dir=cache
             )
             files = [str(file) for file in (builder.config.data_files or {}).get("train", [])]
-        contents = [fingerprint(file, place) if data.path else _content(file) for file in files]
+        entry = (lambda file: data_access.fingerprint(file, place)) if data.path else _content
+        contents = [entry(file) for file in files]
     except (*HUB_ERRORS, ValueError, TypeError, KeyError, YAMLError, DatasetsError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise DataError(

@@ -25,6 +25,8 @@ from trainers.schema import Settings
 from trainers.step_reduction import FIGURES, Row
 
 DONE, RIGHT_REACHED = "done", "bytes_right reached"
+SAVE_AFTER_ERROR_S = 25.0
+"""Longest wait for a background save after an error; torchrun may kill a rank after 30 s."""
 
 
 def train(settings: Settings, member: Member, report: Report) -> str:
@@ -56,7 +58,7 @@ def train(settings: Settings, member: Member, report: Report) -> str:
         dump_out_of_memory(member)
         raise
     finally:
-        finish_save(training)
+        report_save(training, report.steps_done, *training.saver.collect(SAVE_AFTER_ERROR_S))
         training.profiler.close()
         training.inventory.close()
         training.loader.close()
@@ -233,7 +235,8 @@ def run_requests(t: Training, step: int, rows: list[Row]) -> None:
         evaluate(t, step)
     report_save(t, step, *t.saver.collect())
     settings = t.settings.checkpoint
-    final = settings.at_end and step == t.settings.train.steps
+    saves_at_end = settings.at_end or settings.export != ""
+    final = saves_at_end and step == t.settings.train.steps
     t.save_is_due |= settings.every > 0 and step % settings.every == 0
     # Weights may be unusable if a loss is not finite, so a periodic save waits for a finite step.
     if CHECKPOINT_NOW in requests or (t.save_is_due and not final and not t.guard.in_a_row):
@@ -242,9 +245,10 @@ def run_requests(t: Training, step: int, rows: list[Row]) -> None:
 
 
 def save(t: Training, step: int) -> None:
-    """Saves a checkpoint, or starts a background save; reports a CheckpointError."""
+    """Saves a checkpoint after the previous save, or starts a background save."""
     t.phases.enter(step, "save")
     began = time.perf_counter()
+    report_save(t, step, *t.saver.collect(wait_s=None))
     try:
         if t.saver.in_background:
             t.saver.save_async(position(t))
@@ -258,28 +262,21 @@ def save(t: Training, step: int) -> None:
 def save_final(t: Training, halted: bool) -> None:
     """Waits for a background save, then saves the final checkpoint.
 
-    Without `checkpoint.at_end`, only a halted training saves. A training without a step in this
-    process saves nothing if its directory already has the checkpoint of this step. Exports the
-    checkpoint if `checkpoint.export` is set. Raises CheckpointError.
+    Without `checkpoint.at_end`, only a training that was halted or exports its model saves. A
+    training without a step in this process saves nothing if its directory already has the
+    checkpoint of this step. Raises CheckpointError.
     """
-    step = t.report.steps_done
+    step, target = t.report.steps_done, t.settings.checkpoint.export
     t.phases.enter(step, "save")
     report_save(t, step, *t.saver.collect(wait_s=None))
-    if t.settings.checkpoint.at_end or halted:
+    if t.settings.checkpoint.at_end or target or halted:
         saved = t.member.run / CHECKPOINTS / manifest.name_of(step)
         # Rank 0 decides, because it chose the checkpoint; the other ranks may use other paths.
         if step >= t.first_step or not t.parallel.gather(saved.is_dir())[0]:
             saved = t.saver.save(position(t))
             report_save(t, step, saved)
-        if t.settings.checkpoint.export and t.parallel.rank == 0:
-            export(saved, Path(t.settings.checkpoint.export))
-
-
-def finish_save(t: Training) -> None:
-    """Waits for a background save that still runs, for a limited time."""
-    if t.saver.busy:
-        t.member.pulse.set(t.report.steps_done, "save")
-    report_save(t, t.report.steps_done, *t.saver.finish())
+        if target and t.parallel.rank == 0:
+            export(saved, Path(target))
 
 
 def position(t: Training) -> Manifest:

@@ -34,46 +34,38 @@ class Profiler:
 
     def __init__(self, member: Member, report: Report, settings: ReportSettings):
         self._member, self._report = member, report
-        planned = step_range(settings.profile)
-        self._windows = [planned] if planned else []
-        """The planned window and the requested windows; they do not overlap."""
+        self._planned, self._requested = step_range(settings.profile) or range(0), range(0)
         self._audit = settings.sdpa_audit and member.rank == 0
         """True while the report of the first step's kernels is due."""
         self._open: Any = None
-        self._steps = range(0)
-        """The steps of the open window."""
+        self._first = 0
+        """The first step of the open profile."""
         self._exporting: threading.Thread | None = None
 
     def request(self, step: int) -> None:
-        """Adds a window of the next steps, or notes which window already has one of them."""
-        asked = range(step + 1, step + 1 + REQUESTED_STEPS)
-        for other in self._windows:
-            if asked.start < other.stop and other.start < asked.stop:
-                text = f"profile request ignored: steps {other.start} to {other[-1]} get a profile"
-                self._report.record_event("note", step, text)
-                return
-        self._windows = [each for each in self._windows if each.stop > asked.start] + [asked]
+        """Selects the next steps; a profile that is open then continues up to the last of them."""
+        self._requested = range(step + 1, step + 1 + REQUESTED_STEPS)
 
     def begin(self, step: int) -> None:
-        """Opens a window that is due; the audit of the first step precedes a profile."""
-        first = [range(step, step + 1)] if self._audit else []
-        due = next((window for window in first + self._windows if step in window), None)
-        if self._open is None and due:
-            self._steps = range(step, due.stop)
-            self._open = torch.profiler.profile(record_shapes=True)
+        """Opens a profile that is due; the audit of the first step precedes a profile."""
+        if self._open is None and (self._audit or self._selects(step)):
+            self._first, self._open = step, torch.profiler.profile(record_shapes=True)
             self._open.start()
 
     def end(self, step: int) -> None:
-        """Closes the profile window that ends with this step."""
-        if self._open is not None and step == self._steps.stop - 1:
+        """Closes the profile that ends with this step."""
+        if self._open is not None and (self._audit or not self._selects(step + 1)):
             self._close(step)
 
     def close(self) -> None:
-        """Closes an open window early; waits at most `EXPORT_TIMEOUT_S` for the newest trace."""
+        """Closes an open profile early; waits at most `EXPORT_TIMEOUT_S` for the newest trace."""
         if self._open is not None:
             self._close(self._report.steps_done)
         if self._exporting is not None:
             self._exporting.join(EXPORT_TIMEOUT_S)
+
+    def _selects(self, step: int) -> bool:
+        return step in self._planned or step in self._requested
 
     def _close(self, step: int) -> None:
         profile, self._open = self._open, None
@@ -84,7 +76,7 @@ class Profiler:
             self._report.record_event("sdpa_audit", step, text, called=called)
             self._audit = False
             return
-        name = f"steps{self._steps.start}-{step}_rank{self._member.rank}.json"
+        name = f"steps{self._first}-{step}_rank{self._member.rank}.json"
         # Writing a trace takes seconds, so a thread does it.
         self._exporting = threading.Thread(
             target=self._export, args=(profile, step, name), daemon=True

@@ -101,9 +101,9 @@ TABLE: tuple[Refusal, ...] = (
         "it takes none, all, or a range of blocks A:B within the model, B excluded",
     ),
     Refusal(
-        ("report.profile",),
-        lambda s: s.report.profile != "" and step_range(s.report.profile) is None,
-        "it takes a range of steps A:B, B excluded",
+        ("report.profile", "data.skip"),
+        lambda s: any(x and step_range(x) is None for x in (s.report.profile, s.data.skip)),
+        "each takes a range of steps A:B, B excluded, or nothing",
     ),
     Refusal(
         ("checkpoint.from_step", "checkpoint.resume"),
@@ -111,20 +111,10 @@ TABLE: tuple[Refusal, ...] = (
         "a step to resume from needs a run; add checkpoint.resume=auto",
     ),
     Refusal(
-        ("checkpoint.export", "checkpoint.at_end"),
-        lambda s: s.checkpoint.export != "" and not s.checkpoint.at_end,
-        "the export contains the final checkpoint; set checkpoint.at_end=true",
-    ),
-    Refusal(
         ("checkpoint.allow_change",),
         lambda s: changes.allowed(s.checkpoint.allow_change) is None,
         "it takes precision, batch, schedule and data, comma-separated, or all; a change of the "
         "model cannot be allowed",
-    ),
-    Refusal(
-        ("data.skip",),
-        lambda s: s.data.skip != "" and step_range(s.data.skip) is None,
-        "it takes a range of steps A:B, B excluded",
     ),
     Refusal(
         ("data.recall_span", "data.recall_distance", "data.seq_len", "model.nsa.window"),

@@ -67,7 +67,7 @@ class TensorBoard:
     def __init__(self, member: Member):
         from torch.utils.tensorboard import SummaryWriter
 
-        self._member, self._error, self._is_told = member, "", False
+        self._member = member
         self._writer = functools.cache(lambda: SummaryWriter(str(member.run / "tb")))
 
     def add(self, step: int, fields: Mapping[str, Any]) -> None:
@@ -76,16 +76,12 @@ class TensorBoard:
     def _write(self, step: int, fields: Mapping[str, Any]) -> None:
         if self._member.recorder.failing:
             return
-        if self._error and not self._is_told:
-            self._member.log(f"TensorBoard lacks the scalars of some steps: {self._error}")
-            self._is_told = True
         try:
             for name, value in fields.items():
                 if isinstance(value, int | float) and not isinstance(value, bool):
                     self._writer().add_scalar(f"train/{name}", value, step)
             self._writer().flush()
-        except OSError as error:
-            self._error = f"{error.strerror}"
+        except OSError:
             self._writer.cache_clear()  # this writer would raise the same error forever
             raise
 

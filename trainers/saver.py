@@ -26,9 +26,6 @@ from trainers.failures import CheckpointError
 from trainers.manifest import Manifest
 from trainers.schema import CheckpointSettings
 
-FINISH_S = 25.0
-"""Longest wait for a background save after an error; torchrun may kill a rank after 30 s."""
-
 
 class Saver:
     """Writes the checkpoints of a run, one at a time; all ranks must start the same saves.
@@ -51,9 +48,8 @@ class Saver:
         choose_gpu = partial(torch.cuda.set_device, device) if on_cuda else None
         self._worker = ThreadPoolExecutor(1, "nsa-saver", choose_gpu)
         self._pending: tuple[Future[Path], Path] | None = None
-        self._ended: list[Path | CheckpointError] = []
         self.remarks: list[str] = []
-        """Sentences on old checkpoints that could not be removed or listed (rank 0)."""
+        """Sentences on old checkpoints that remain after an error (rank 0)."""
 
     def save(self, position: Manifest) -> Path:
         """Writes a checkpoint and returns its directory. Raises CheckpointError on all ranks."""
@@ -63,7 +59,8 @@ class Saver:
     def save_async(self, position: Manifest) -> None:
         """Copies the state and writes it in the background; `collect` returns the result.
 
-        Raises CheckpointError on all ranks if the save cannot start.
+        The result of an earlier save must have been collected. Raises CheckpointError on all ranks
+        if the save cannot start.
         """
         target, state, writer = self._begin(position)
         copy = self._alike(target, lambda: writer.stage(state))
@@ -71,42 +68,19 @@ class Saver:
         written = self._worker.submit(self._write, copy, writer, position, target)
         self._pending = written, target
 
-    @property
-    def busy(self) -> bool:
-        """True from the start of a background save until its result is collected."""
-        return self._pending is not None
-
     def collect(self, wait_s: float | None = 0) -> list[Path | CheckpointError]:
-        """Returns the results of finished background saves; each result is returned once.
+        """Returns the result of a background save that has ended, once, or [].
 
         Waits up to `wait_s` for a save that runs; if `wait_s` is None, waits until it ends.
         """
-        if self._pending is not None and futures.wait((self._pending[0],), wait_s).done:
-            (written, target), self._pending = self._pending, None
-            error = written.exception()
-            self._ended.append(target if error is None else _failed(target, reason_of(error)))
-        ended, self._ended = self._ended, []
-        return ended
-
-    def finish(self) -> list[Path | CheckpointError]:
-        """Waits up to `FINISH_S` for a background save that still runs; raises nothing.
-
-        Returns the results of `collect`, and an error for a save that was not finished within
-        `FINISH_S`. The next save of the run removes the files of such a save.
-        """
-        ended = self.collect(FINISH_S)
-        if self._pending is not None:
-            (_, target), self._pending = self._pending, None
-            late = f"it was not finished within {FINISH_S:g} s after the training failed"
-            ended.append(_failed(target, late))
-        return ended
+        if self._pending is None or not futures.wait((self._pending[0],), wait_s).done:
+            return []
+        (written, target), self._pending = self._pending, None
+        error = written.exception()
+        return [target if error is None else _failed(target, reason_of(error))]
 
     def _begin(self, position: Manifest) -> tuple[Path, State, FileSystemWriter]:
-        """Waits for the previous save, and removes the files of a killed save.
-
-        Returns the target, the state, and a writer.
-        """
-        self._ended = self.collect(wait_s=None)
+        """Removes the files of a killed save. Returns the target, the state, and a writer."""
         parallel, folder = self._parts.parallel, self._run / rundir.CHECKPOINTS
         target = folder / manifest.name_of(position.step)
 

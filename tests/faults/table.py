@@ -151,11 +151,10 @@ ROWS: tuple[Row, ...] = (
         "test_a_disk_that_is_full_when_the_owner_is_named_begins_nothing",
         f"{TARGETS}::test_a_launch_works_and_is_closed_to_others_under_any_umask",
     )),
-    Row("s", "A", "a background save that meets an error, a lost peer or a second save", elsewhere=(
+    Row("s", "A", "a background save that meets an error or a lost peer", elsewhere=(
         f"{SAVER}::test_whatever_is_raised_in_the_background_ends_the_wait_and_is_told",
         f"{SAVER}::test_an_error_of_the_training_lets_a_background_save_end",
         f"{SAVER}::test_a_save_that_a_peer_leaves_is_given_up_and_its_files_go_with_the_next",
-        f"{SAVER}::test_a_second_save_keeps_the_failure_of_the_first",
     )),
     Row("t", "A", "ranks that see different checkpoints", elsewhere=(
         f"{RESUME}::test_ranks_that_list_other_checkpoints_resume_what_rank_0_chooses",

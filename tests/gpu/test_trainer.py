@@ -68,8 +68,14 @@ def test_a_resumed_run_is_bitwise_the_run_that_was_not_interrupted(tmp_path, pre
         tmp_path, "rest", flags=EXACT, train__precision=precision, checkpoint__from_step=10,
         checkpoint__resume=first.path,
     ).done()  # fmt: skip
-    right = {record["step"]: record["loss"] for record in progress(whole)}
-    again = {record["step"]: record["loss"] for record in progress(rest)}
+    assert_continues(whole, rest)
+
+
+def assert_continues(whole, rest):
+    """Checks that a run that was resumed after step 10 has the losses of a whole run."""
+    right, again = (
+        {record["step"]: record["loss"] for record in progress(run)} for run in (whole, rest)
+    )
     assert min(again) == 11
     assert again == {step: right[step] for step in again}
 
@@ -131,10 +137,7 @@ def test_shards_on_a_gpu_are_saved_in_the_background_and_resumed_bitwise(tmp_pat
     rest = train_in_group(
         tmp_path, "rest", checkpoint__from_step=10, checkpoint__resume=first.path, **changes
     )
-    right = {record["step"]: record["loss"] for record in progress(whole)}
-    again = {record["step"]: record["loss"] for record in progress(rest)}
-    assert min(again) == 11
-    assert again == {step: right[step] for step in again}
+    assert_continues(whole, rest)
 
 
 @pytest.mark.parametrize("changes", [BF16, FP16, BF16 | {"train__accumulate": 2}], ids=str)

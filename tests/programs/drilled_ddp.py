@@ -15,7 +15,6 @@ import queue
 import re
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -28,7 +27,8 @@ import torch.distributed as dist
 from drilled_more import MECHANISMS as MORE_MECHANISMS
 from drilled_more_data import IN_LOADER as MORE_IN_LOADER
 from drilled_more_data import SOURCES
-from drilled_more_ranks import TOGETHER
+from drilled_more_ranks import RETURN, TOGETHER, attach
+from drilled_more_waits import peer
 from drilled_place import due, here, mechanism, options, rank, world
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
@@ -156,11 +156,6 @@ def fill_pipe() -> None:
         os.write(writing, b"x" * 65536)
 
 
-def peer() -> tuple[str, int]:
-    host, _, port = (options.folder / "peer").read_text().partition(":")
-    return host, int(port)
-
-
 def receive() -> None:
     with socket.create_connection(peer()) as stream:
         stream.sendall(b"ready?\n")
@@ -200,15 +195,7 @@ def look_at_disk() -> None:
 
 def stop_receiving() -> None:
     """Lets the kernel drop every packet that arrives on a connection to another rank."""
-    store = int(os.environ["MASTER_PORT"])
-    instruction = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))
-    drop_all = struct.pack("HL", 1, ctypes.addressof(instruction))
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            stream = socket.socket(fileno=os.dup(int(name)))
-            ports = {stream.getpeername()[1], stream.getsockname()[1]}
-            if stream.type == socket.SOCK_STREAM and store not in ports:
-                stream.setsockopt(socket.SOL_SOCKET, 26, drop_all)  # SO_ATTACH_FILTER
+    attach((RETURN, 0, 0, 0))
 
 
 MECHANISMS = {

@@ -15,7 +15,6 @@ at step 3; then calls of the supervisor fail. A rank that completes or halts app
 """
 
 import json
-import mmap
 import os
 import struct
 import subprocess
@@ -23,6 +22,7 @@ import sys
 import time
 from pathlib import Path
 
+from tests.programs.lockstep import Board
 from trainers.contract import environ, rundir
 from trainers.contract.member import join
 
@@ -53,11 +53,7 @@ def waits() -> bool:
 steps, mode = int(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else ""
 run = join()
 case, step = Path(run.run).parents[1], 0
-path = Path(run.live or run.run) / f"lockstep{run.attempt}"
-path.touch()
-with path.open("r+b") as stream:
-    stream.truncate(8 * run.world)
-    board = mmap.mmap(stream.fileno(), 8 * run.world)
+board = Board(run)
 halted = False
 family = [subprocess.Popen(["sleep", "100"])] if mode == "family" else []
 for step in range(1, steps + 1):
@@ -86,8 +82,8 @@ for step in range(1, steps + 1):
         time.sleep(0.01)
     time.sleep(0.02)
     run.pulse.set(step, "backward")
-    struct.pack_into("<q", board, 8 * run.rank, step)
-    while min(struct.unpack_from(f"<{run.world}q", board)) < step:
+    board.write(step)
+    while board.slowest() < step:
         if mode == "again" and run.halt_reason:
             os._exit(1)
         time.sleep(0.002)

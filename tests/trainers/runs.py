@@ -36,6 +36,16 @@ def environment(tmp_path: Path, **flags: str) -> dict[str, str]:
     }  # fmt: skip
 
 
+def python(
+    tmp_path: Path, *words: object, cwd: Path = ROOT, **flags: str
+) -> subprocess.CompletedProcess[str]:
+    """Returns the result of Python with these arguments, in `environment`."""
+    return subprocess.run(
+        [sys.executable, *map(str, words)], capture_output=True, text=True, cwd=cwd,
+        env=environment(tmp_path, **flags), timeout=300,
+    )  # fmt: skip
+
+
 class Recorded:
     """The files of a training."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import pytest
 
 from tests.trainers.files import write
 from tests.trainers.hub_server import Hub, serve
-from tests.trainers.runs import ROOT, environment
+from tests.trainers.runs import ROOT, python
 from trainers import fwe_smoke
 from trainers.contract import data_access
 from trainers.documents import find
@@ -80,10 +78,8 @@ print(bytes(stream.read(40, 0, 1)[0].flatten().tolist()).hex())
 def from_the_hub(tmp_path: Path, served: Hub) -> list[str]:
     """Returns the output of `trainers.fwe_smoke`, the fingerprint, and the first bytes."""
     flags = {"HF_ENDPOINT": served.endpoint, "HF_HUB_OFFLINE": "0", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", FROM_THE_HUB.replace("{revision}", served.revision)],
-        capture_output=True, text=True, cwd=tmp_path, env=environment(tmp_path, **flags),
-    )  # fmt: skip
+    program = FROM_THE_HUB.replace("{revision}", served.revision)
+    done = python(tmp_path, "-c", program, cwd=tmp_path, **flags)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -122,10 +118,7 @@ def test_a_hub_that_ends_connections_is_told_in_one_sentence(mirror, tmp_path, b
     with serve(mirror, data_access.DATASET) as served:
         served.breaks = breaks
         flags = {"HF_ENDPOINT": served.endpoint, "HF_HUB_OFFLINE": "0", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(
-            [sys.executable, "-c", FAILING], capture_output=True, text=True, cwd=tmp_path,
-            env=environment(tmp_path, **flags),
-        )  # fmt: skip
+        done = python(tmp_path, "-c", FAILING, cwd=tmp_path, **flags)
     assert done.returncode == DATA, done.stderr
     assert "fwe_smoke: " in (sentence := done.stderr.splitlines()[-1])
     assert "repair" not in sentence

@@ -53,7 +53,6 @@ WRONG = {
     "sleep@٢": "KIND@STEP",
     "sleep@20:1:2:3": "KIND@STEP",
     "sleep@20:1:1e3": "KIND@STEP",
-    "sleep@20:1:0": "SECONDS above 0",
     "raise@20:1:5": "accepts no SECONDS",
     "raise@20,": "there is no drill ''",
 }
@@ -111,11 +110,9 @@ FATAL = {
     "oom": (11, "out of GPU memory"),
     "kill": (-signal.SIGKILL, ""),
     "segv": (-signal.SIGSEGV, "Fatal Python error: Segmentation fault"),
-    "abort": (-signal.SIGABRT, "Fatal Python error: Aborted"),
-    "half": (7, ""),
 }
 """By kind: the exit code, or minus the number of the signal, and a text in the rank's log."""
-QUICK = ("oom", "kill", "segv", "half")
+QUICK = ("oom", "kill", "segv")
 
 
 @pytest.fixture(scope="module")
@@ -144,9 +141,7 @@ def test_a_fatal_drill_ends_the_rank_at_its_step_as_the_real_fault_does(kind, dy
         assert error["error_class"] == {"raise": "ValueError", "oom": "OutOfMemoryError"}[kind]
     else:
         assert records[-1]["msg"] == "drill"
-    raw = (run.path / "heartbeat_rank0.jsonl").read_bytes()
-    assert raw.endswith(b"\n") == (kind != "half")
-    if kind in ("segv", "abort"):
+    if kind == "segv":
         frames = run.text().partition("Fatal Python error")[2]
         assert f"in {DRILLS[kind].__name__}" in frames
         assert "in forward_backward" in frames
@@ -154,7 +149,7 @@ def test_a_fatal_drill_ends_the_rank_at_its_step_as_the_real_fault_does(kind, dy
 
 PASSING = (
     "nan@3,inf_grad@5,sleep@7:0:0.4,spin@9:0:0.4,gil@11:0:0.4,backward@13:0:0.4,stop@15,"
-    "slow@18:all:0.05,leak@22:0:8,loader@36:0:4,kill@4:5,exit@41"
+    "slow@18:all:0.05,leak@22:0:8,loader@36:0:4"
 )
 
 
@@ -197,19 +192,14 @@ def test_a_loss_that_is_nan_and_a_gradient_that_is_inf_are_skipped_by_the_guards
     assert [r["n"] for r in survivor.records(0)] == list(range(1, last["n"] + 1))
 
 
-def test_every_drill_says_that_it_is_armed_or_why_not_and_that_it_fires(survivor):
+def test_every_drill_says_that_it_is_armed_and_that_it_fires(survivor):
     told = {}
     for record in survivor.records(0, "drill"):
         told.setdefault(record["drill"], []).append(record["state"])
-    never = {"kill@4:5", "exit@41:0"}
-    assert {name for name, states in told.items() if states == ["rests"]} == never
-    others = [states for name, states in told.items() if name not in never]
-    assert others == [["armed", "fires"]] * (len(PASSING.split(",")) - len(never))
+    assert list(told.values()) == [["armed", "fires"]] * len(PASSING.split(","))
     text = survivor.text()
-    assert text.count("a drill is armed") == text.count("a drill fires") == len(others)
+    assert text.count("a drill is armed") == text.count("a drill fires") == len(told)
     assert not re.search(r"SIGSTOP|stop@15", text), "the log does not name the fault"
-    assert "drill kill@4:5 is skipped: the run has 1 ranks" in text
-    assert "drill exit@41:0 is skipped: the run ends with step 40" in text
 
 
 def dumped(run: Run) -> str:
@@ -218,15 +208,13 @@ def dumped(run: Run) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "frame"), [
-    ("sleep", "in _sleep"), ("spin", "in _spin"), ("gil", "in _hold_gil"), ("deaf", "in _hold_gil"),
+    ("sleep", "in _sleep"), ("spin", "in _spin"), ("gil", "in _hold_gil"),
     ("backward", "in <lambda>"),
 ])  # fmt: skip
 def test_a_stall_lasts_until_the_rank_is_killed_and_a_dump_names_its_line(kind, frame, tmp_path):
     run = drilled(tmp_path, f"{kind}@3")
     run.until(lambda: fired(run, f"{kind}@3"))
-    pid, holds_gil = run.process.pid, kind in ("gil", "deaf")
-    if kind == "deaf":
-        run.until(lambda: ignores(pid, signal.SIGTERM))
+    holds_gil = kind == "gil"
     run.until(lambda: pulse_phase(run) == ("backward" if kind == "backward" else "forward"))
     run.process.send_signal(signal.SIGUSR1)
     if holds_gil:
@@ -243,12 +231,6 @@ def test_a_stall_lasts_until_the_rank_is_killed_and_a_dump_names_its_line(kind, 
     assert run.records()[-1]["msg"] == "drill"
     run.process.kill()
     assert run.wait() == -signal.SIGKILL
-
-
-def ignores(pid: int, number: int) -> bool:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    mask = next(line.split()[1] for line in lines if line.startswith("SigIgn"))
-    return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 def pulse_phase(run: Run, rank: int = 0) -> str:
@@ -271,4 +253,4 @@ def test_a_drill_happens_once_in_a_run_unless_it_is_for_every_attempt(tmp_path):
     assert run.records(0, "error")[-1]["step"] == 5
     states = {r["drill"]: r["state"] for r in run.records(0, "drill")}
     assert states == {"exit@3:0": "rests", "raise@5:0!": "fires"}
-    assert "drill exit@3:0 is skipped: this is attempt 2" in run.text()
+    assert "drill exit@3:0 is skipped: its step or its attempt is past" in run.text()

@@ -2,15 +2,13 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from nsa.generate import generate
 from nsa.model import Transformer
-from tests.trainers.runs import CONFIG, ROOT, environment, small
+from tests.trainers.runs import CONFIG, python, small
 from tests.trainers.test_tokenizer import bytewise
 from trainers import checkpoint, load, manifest, optim, settings, tokenizer
 from trainers.checkpoint import Parts
@@ -51,13 +49,6 @@ def checkpointed(path, changes, infinite=False):
     return path, model
 
 
-def command(tmp_path, *words):
-    return subprocess.run(
-        [sys.executable, "-m", "trainers.generate", *map(str, words)],
-        capture_output=True, text=True, cwd=ROOT, env=environment(tmp_path), timeout=300,
-    )  # fmt: skip
-
-
 def test_a_checkpoint_is_loaded_whole_or_its_damage_is_named(run, tmp_path, monkeypatch):
     path, model = run
     whole = path / "checkpoints" / "step_00000003"
@@ -91,7 +82,8 @@ def test_greedy_text_is_that_of_whole_forwards_and_a_seed_decides_what_is_drawn(
     ]
     assert torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[0], drawn[2])
-    done = command(tmp_path, path, "--prompt", "import os", "--tokens", 40)
+    words = ("-m", "trainers.generate", path, "--prompt", "import os", "--tokens", 40)
+    done = python(tmp_path, *words)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("import os")
     assert all(c.isprintable() or c == "\n" for c in done.stdout)

@@ -12,7 +12,6 @@ import sys
 
 import pytest
 
-from console.plans import catalog, gates
 from tests.trainers.runs import ROOT, Recorded, Run
 
 RECALL_STEPS, BROKEN_STEPS, LEAK_STEPS = 600, 130, 300
@@ -103,16 +102,6 @@ def test_the_selected_branch_is_what_recalls(more_runs):
     assert unselected.metrics()["steps_done"] >= step
     without = {r["step"]: r["bytes_right"] for r in unselected.records(0, "progress")}
     assert max(right for at, right in without.items() if at <= step) < 0.9 - 0.15
-
-
-@pytest.mark.parametrize(("name", "result"), [("recall", "pass"), ("no_attention", "fail")])
-def test_the_gate_of_the_plan_tells_attention_from_its_stubs(runs, name, result):
-    phase = next(phase for phase in catalog.load("cpu_smoke").phases if phase.name == "recall")
-    summary = gates.Summary(world=1, attempts=1, stalls=0)
-    for record in runs[name].records(0):
-        summary.add(record)
-    found = gates.evaluate(summary, phase.gates)
-    assert {gate.name: gate.result for gate in found}["bytes_right"] == result
 
 
 def lowest_mean(run: Recorded) -> float:

@@ -23,6 +23,7 @@ from tests.trainers.runs import (
     heartbeats,
     last_step,
     latest_checkpoint,
+    python,
     small,
 )
 from trainers import checkpoint, failures, manifest, precision, settings
@@ -193,10 +194,9 @@ def test_a_trainer_logs_config_parameters_and_tokens_before_step_1(text_run, tmp
     parameters = json.loads((text_run.path / "env.json").read_text())["parameters_counted"]
     summary = f"config {CONFIG}; {parameters:,} parameters, S 32, 256 tokens per step"
     assert summary in lines[: next(n for n, line in enumerate(lines) if "step 1/" in line)]
-    toy = [sys.executable, "-m", "trainers.ddp", "--steps", "1", "--run-dir", str(tmp_path / "toy")]
-    done = subprocess.run(
-        toy, capture_output=True, text=True, cwd=ROOT, env=environment(tmp_path), check=True
-    )
+    toy = ("-m", "trainers.ddp", "--steps", 1, "--run-dir", tmp_path / "toy")
+    done = python(tmp_path, *toy)
+    assert done.returncode == 0
     assert "training the built-in toy model; " in done.stdout.splitlines()[0]
 
 

@@ -17,7 +17,7 @@ from tests.mounts import tmpfs
 from tests.trainers.ranks import TIMEOUT_MIN, together
 from tests.trainers.runs import Run, latest_checkpoint, small
 from tests.trainers.test_checkpoint import at, made, saved, train
-from trainers import checkpoint, manifest, saver
+from trainers import checkpoint, manifest
 from trainers.failures import CheckpointError
 from trainers.parallel import Single
 from trainers.saver import Saver
@@ -115,17 +115,6 @@ def test_whatever_is_raised_in_the_background_ends_the_wait_and_is_told(tmp_path
     assert isinstance(saver.save(at(2)), Path)
 
 
-def test_a_second_save_keeps_the_failure_of_the_first(tmp_path):
-    saver = Saver(tmp_path, made(1), BACKGROUND)
-    saver.save_async(replace(at(1), data={"x": Raises(ValueError("a"))}))
-    saver.save_async(at(2))
-    saver.save(at(3))
-    failed, second = saver.collect()
-    assert isinstance(failed, CheckpointError)
-    assert second == tmp_path / "checkpoints" / "step_00000002"
-    assert saver.collect() == []
-
-
 def test_an_error_of_the_training_lets_a_background_save_end(tmp_path):
     changes = small(train__steps=100, checkpoint__every=5, checkpoint__background="on")
     run = Run(tmp_path, changes, nproc=1, broken="bug_while_saving")
@@ -157,10 +146,7 @@ class Dies(Leaves):
 
 
 @pytest.mark.parametrize("peer", [Leaves, Dies])
-def test_a_save_that_a_peer_leaves_is_given_up_and_its_files_go_with_the_next(
-    tmp_path, peer, monkeypatch
-):
-    monkeypatch.setattr(saver, "FINISH_S", 2.0)
+def test_a_save_that_a_peer_leaves_is_given_up_and_its_files_go_with_the_next(tmp_path, peer):
     run = tmp_path / "run"
 
     def work(rank, parallel, member):
@@ -171,13 +157,13 @@ def test_a_save_that_a_peer_leaves_is_given_up_and_its_files_go_with_the_next(
             time.sleep(600)
         began = time.monotonic()
         (run / "began").touch()
-        (failed,) = mine.finish()
-        return time.monotonic() - began, str(failed)
+        ended = mine.collect(2.0)
+        return time.monotonic() - began, list(map(str, ended))
 
     run.mkdir()
-    took_s, failed = together([run, run], work, first_only=True)[0]
+    took_s, ended = together([run, run], work, first_only=True)[0]
     assert took_s < 60 * TIMEOUT_MIN, "the limit of a collective is longer"
-    assert "an error in the save" in failed
+    assert all("an error in the save" in each for each in ended)
     saved(run, made(1), 2)
     assert names(run) == ["latest", "step_00000002"]
 
@@ -196,7 +182,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_fail_the_next_saves(t
         for step in (3, 4):
             assert mine.save(at(step)) == latest_checkpoint(run)
         assert len(mine.remarks) == 2
-        assert f"cannot remove the old checkpoint {old}: " in mine.remarks[0]
+        assert f"old checkpoints in {old.parent} remain: " in mine.remarks[0]
         assert [path.name for path in manifest.newest_first(run)] == ["step_00000004", old.name]
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.mounts import tmpfs
-from tests.trainers.runs import CONFIG, ROOT, environment
+from tests.trainers.runs import CONFIG, python
 from trainers import command_line, entry, settings
 from trainers.contract import dumps, environ, flags
 from trainers.contract.errors import UsageError
@@ -113,9 +111,11 @@ WRONG = {
         {}, {"data.source": "text", "train.stop_at_bytes_right": "0.9"},
         "train.stop_at_bytes_right", "recall",
     ),
-    "export_of_nothing": (
-        {}, {"checkpoint.export": "x", "checkpoint.at_end": "false"}, "checkpoint.export", "at_end",
+    "compiled_documents": (
+        {}, {"data.documents": "separate", "data.source": "text", "train.compile": 1},
+        "train.compile", "would compile anew",
     ),
+    "documents_of_noise": ({}, {"data.documents": "separate"}, "data.source", "have no documents"),
     "no_folder": (
         {}, {"data.source": "text", "data.path": "/no/such"}, "/no/such", "there is no such folder",
     ),
@@ -212,10 +212,8 @@ def test_check_prints_every_setting_with_its_origin_and_loads_no_torch(tmp_path)
         "import sys; from trainers.entry import main; code = main(sys.argv[1:]); "
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules; sys.exit(code)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, "--config", str(CONFIG), "--check", "--set", "train.lr=1"],
-        capture_output=True, text=True, cwd=ROOT, env=environment(tmp_path, NSA_ACCUM="2"),
-    )  # fmt: skip
+    words = ("-c", program, "--config", CONFIG, "--check", "--set", "train.lr=1")
+    done = python(tmp_path, *words, NSA_ACCUM="2")
     assert done.returncode == 0, done.stderr
     printed = json.loads(done.stdout)
     assert printed["train.lr"] == {"value": 1.0, "origin": "--set"}
@@ -230,19 +228,6 @@ def test_check_prints_every_setting_with_its_origin_and_loads_no_torch(tmp_path)
         (["--confg", "x"], {}, "--help shows the options"),
         (["--set", "train.lr"], {}, "has no value"),
         (["--set", "ddp.static_graph=1", "--set", "train.accumulate=2"], {}, "is rejected"),
-        (
-            [
-                "--set",
-                "data.documents=separate",
-                "--set",
-                "data.source=text",
-                "--set",
-                "train.compile=1",
-            ],
-            {},
-            "would compile anew",
-        ),
-        (["--set", "data.documents=separate"], {}, "random bytes have no documents"),
         (["--steps", "nan"], {}, "--steps: train.steps cannot be 'nan'"),
         (["--run-dir", "/proc/nope"], {}, "cannot create the directory"),
         (["--resume"], {}, "name it with --run-dir"),
@@ -280,11 +265,8 @@ def test_a_wrong_start_exits_with_13_and_one_sentence_and_leaves_nothing(
 )
 def test_an_error_names_the_module_that_was_started(tmp_path, words, code, says):
     module = "trainers.fsdp"
-    done = subprocess.run(
-        [sys.executable, "-m", module, "--config", str(CONFIG), "--run-dir", str(tmp_path / "run"),
-         *words],
-        capture_output=True, text=True, cwd=ROOT, env=environment(tmp_path),
-    )  # fmt: skip
+    start = ("-m", module, "--config", CONFIG, "--run-dir", tmp_path / "run")
+    done = python(tmp_path, *start, *words)
     assert done.returncode == code, done.stderr
     assert done.stderr.splitlines()[-1].startswith(f"{module}: ")
     assert says.format(module=module) in done.stderr
@@ -294,10 +276,8 @@ def test_a_wrong_start_inside_a_run_is_in_its_heartbeat_and_metrics(tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     variables = {"NSA_CONSOLE_RUN_DIR": str(run), "NSA_CONSOLE_RUN_ID": "p-1/0-x"}
-    done = subprocess.run(
-        [sys.executable, "-m", "trainers.ddp", "--set", "train.stepz=1"],
-        capture_output=True, text=True, cwd=tmp_path, env=environment(tmp_path, **variables),
-    )  # fmt: skip
+    words = ("-m", "trainers.ddp", "--set", "train.stepz=1")
+    done = python(tmp_path, *words, cwd=tmp_path, **variables)
     assert done.returncode == 13
     records = [json.loads(x) for x in (run / "heartbeat_rank0.jsonl").read_text().splitlines()]
     assert [record["msg"] for record in records] == ["error", "exit"]
@@ -315,10 +295,8 @@ def test_a_start_by_hand_that_is_rejected_changes_no_record_of_the_run_there(tmp
     (run / "heartbeat_rank0.jsonl").write_text("{}\n")
     (run / "metrics.json").write_text('{"steps_done": 7}')
     before = {path.name: path.read_bytes() for path in run.iterdir()}
-    done = subprocess.run(
-        [sys.executable, "-m", "trainers.ddp"], capture_output=True, text=True, cwd=tmp_path,
-        env=environment(tmp_path, NSA_CONSOLE_RUN_DIR=str(run)),
-    )  # fmt: skip
+    words = ("-m", "trainers.ddp")
+    done = python(tmp_path, *words, cwd=tmp_path, NSA_CONSOLE_RUN_DIR=str(run))
     assert done.returncode == 13
     assert "already contains a run" in done.stderr
     assert {path.name: path.read_bytes() for path in run.iterdir()} == before
@@ -328,10 +306,8 @@ def test_a_full_disk_does_not_change_the_exit_code(tmp_path):
     with tmpfs(tmp_path, 1) as run:
         (run / "fill").write_bytes(bytes(1 << 20))
         variables = {"NSA_CONSOLE_RUN_DIR": str(run), "NSA_CONSOLE_RUN_ID": "p-1/0-x"}
-        done = subprocess.run(
-            [sys.executable, "-m", "trainers.ddp", "--set", "train.stepz=1"],
-            cwd=tmp_path, env=environment(tmp_path, **variables),
-        )  # fmt: skip
+        words = ("-m", "trainers.ddp", "--set", "train.stepz=1")
+        done = python(tmp_path, *words, cwd=tmp_path, **variables)
     assert done.returncode == 13
 
 

@@ -15,7 +15,7 @@ from trainers.contract import data_access
 from trainers.failures import DataError
 
 
-@pytest.mark.parametrize("damage", ["", "missing", "garbage", "a directory", "no cache"])
+@pytest.mark.parametrize("damage", ["", "missing", "garbage", "no cache"])
 def test_a_training_with_gpt2_begins_only_with_files_that_tiktoken_need_not_download(
     tmp_path, monkeypatch, damage
 ):
@@ -30,13 +30,11 @@ def test_a_training_with_gpt2_begins_only_with_files_that_tiktoken_need_not_down
         assert folder == "" or read_file_cached(url, hashes[url]) == text
     if damage == "garbage":
         file.write_bytes(b"garbage")
-    elif damage in ("missing", "a directory"):
+    elif damage == "missing":
         file.unlink()
-    if damage == "a directory":
-        file.mkdir()
     assert bool(data_access.gpt2_problem()) == bool(damage)
     if damage:
-        with pytest.raises(DataError, match=r"(has no cache;|damaged in).*data\.tokenizer=byte"):
+        with pytest.raises(DataError, match=r"damaged in.*data\.tokenizer=byte"):
             tokenizer.build("gpt2", b"")
 
 

@@ -39,6 +39,12 @@ def is_read(file: Path, root: Path, source: str) -> bool:
     return named and file.is_file() and file.stat().st_size > 0
 
 
+def fingerprint(file: str, root: Path | str) -> str:
+    """Returns a file's entry in the fingerprint: its path relative to `root`, and its size."""
+    path = Path(file)
+    return f"{path.relative_to(root).as_posix()} {path.stat().st_size}"
+
+
 def hub_problem() -> str:
     """Returns why the hub cannot be used, or "" if the hub or its proxy accepts a connection.
 
@@ -69,8 +75,6 @@ def gpt2_problem() -> str:
     """Returns why tiktoken cannot use its cached files of the gpt2 tokenizer, or "" if it can."""
     cache = environ.get("DATA_GYM_CACHE_DIR", f"{tempfile.gettempdir()}/data-gym-cache")
     cache = environ.get("TIKTOKEN_CACHE_DIR", cache)
-    if not cache:
-        return "TIKTOKEN_CACHE_DIR or DATA_GYM_CACHE_DIR is empty, so tiktoken has no cache"
     found = {}
     with contextlib.suppress(OSError):
         for url in GPT2_FILES:

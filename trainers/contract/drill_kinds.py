@@ -66,15 +66,11 @@ KINDS: dict[str, Kind] = {
     "oom": Kind("the exception of a CUDA device that is out of memory", Truth(ends="failed")),
     "kill": Kind("SIGKILL to itself", Truth(ends="crashed")),
     "segv": Kind("a segmentation fault in native code", Truth(ends="crashed")),
-    "abort": Kind("abort() in native code", Truth(ends="crashed")),
-    "half": Kind("writes half a heartbeat line, then exits with code 7", Truth(ends="crashed")),
     "stop": Kind("SIGSTOP to itself; SIGCONT resumes it",
                  Truth("stopped", right=("resume", *STALLS))),
     "sleep": Kind("sleeps in the forward pass", Truth("sleep", right=STALLS), FOREVER_S),
     "spin": Kind("a busy Python loop in the forward pass", Truth("busy", right=STALLS), FOREVER_S),
     "gil": Kind("waits in native code and holds the GIL", Truth("native", right=STALLS), FOREVER_S),
-    "deaf": Kind("ignores SIGTERM and holds the GIL; SIGKILL ends it",
-                 Truth("native", right=STALLS), FOREVER_S),
     "backward": Kind("sleeps in a hook of the backward pass",
                      Truth("sleep", "backward", right=STALLS), FOREVER_S, "logits"),
     "loader": Kind("the loader's thread sleeps in the read for that step",
@@ -119,8 +115,7 @@ def _one(word: str, named: str) -> Drill:
     if found is None:
         raise UsageError(f"{named}: the drill {word!r} is not {GRAMMAR}")
     amount = float(found["amount"]) if found["amount"] else kind.amount
-    if found["amount"] and (kind.amount is None or not amount):
-        wrong = "accepts no SECONDS" if kind.amount is None else "needs SECONDS above 0"
-        raise UsageError(f"{named}: the drill {word!r} is rejected: {name} {wrong}")
+    if found["amount"] and kind.amount is None:
+        raise UsageError(f"{named}: the drill {word!r} is rejected: {name} accepts no SECONDS")
     rank = None if found["rank"] == ALL else int(found["rank"] or 0)
     return Drill(name, int(found["step"]), rank, amount, bool(found["every"]))

@@ -49,9 +49,7 @@ COUNTING = ("progress", "exit")
 """Records that contain the number of steps with a non-finite loss, if such steps are counted."""
 STEP_PHASES = ("fetch", "forward", "backward", "optimizer", "log", "eval", "save")
 """The phases that a program may report within a step."""
-_BOARD = struct.Struct("<qqq")
-_REQUESTED, _SEAL = 0x48414C54, 0x5EA1
-"""Marks on the board: a requested halt, and a step that rank 0 decided on."""
+_BOARD = struct.Struct("<qq")
 
 
 class Member:
@@ -130,8 +128,6 @@ class Member:
 
         A dropped record also uses up its number, so the gap in the numbers is visible.
         """
-        figures.pop("cut", None)  # a program can set neither this field nor the next
-        figures.pop("nonfinite_loss_steps", None)
         if msg in COUNTING and self.pulse.nonfinite_steps >= 0:
             figures["nonfinite_loss_steps"] = self.pulse.nonfinite_steps
         figures |= self._fields
@@ -210,8 +206,8 @@ class HaltBoard:
 
     Rank 0 publishes `step + 1` before it enters the collective of `step`. No rank can begin `step +
     1` before that collective ends, so all ranks see the decision in time. At its start, rank 0
-    clears the decision of an earlier program; ranks repeat their request at each step. Bytes that
-    are neither a request nor a sealed step are ignored.
+    clears the decision of an earlier program; ranks repeat their request at each step. The file has
+    two numbers: 1 if a rank has requested a halt, and the step to halt at, or 0.
     """
 
     def __init__(self, directory: Path, attempt: int, rank: int):
@@ -222,14 +218,13 @@ class HaltBoard:
 
     def decide(self, step: int, halt: bool) -> bool:
         """Returns whether to halt before `step`; `halt` is the request of this rank."""
-        mark, halt_at, seal = _BOARD.unpack_from(self._memory)
-        requested, decided = mark == _REQUESTED, halt_at > 0 and seal == halt_at ^ _SEAL
+        requested, halt_at = _BOARD.unpack_from(self._memory)
         if halt and not requested:
-            struct.pack_into("<q", self._memory, 0, _REQUESTED)
-        if self._is_first and not decided and (halt or requested):
-            halt_at, decided = step + 1, True
-            struct.pack_into("<qq", self._memory, 8, halt_at, halt_at ^ _SEAL)
-        return decided and halt_at <= step
+            struct.pack_into("<q", self._memory, 0, 1)
+        if self._is_first and not halt_at and (halt or requested):
+            halt_at = step + 1
+            struct.pack_into("<q", self._memory, 8, halt_at)
+        return 0 < halt_at <= step
 
 
 class Joined(Member):
@@ -312,11 +307,7 @@ class Joined(Member):
         if not isinstance(loss, Real):
             self.pulse.nonfinite_steps = -1
         elif self.pulse.nonfinite_steps >= 0:
-            try:
-                finite = math.isfinite(loss)
-            except OverflowError:  # a number that no float can express
-                finite = False
-            self.pulse.nonfinite_steps += not finite
+            self.pulse.nonfinite_steps += not math.isfinite(loss)
 
     def _exit(self) -> None:
         """Records the last step if the program is not known to fail, then writes the exit record.

@@ -229,19 +229,17 @@ def make_directory(path: Path) -> None:
         for folder in reversed((path, *path.parents)):
             if folder == path or not folder.is_dir():
                 folder.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise RefusedError(
-            f"cannot create the directory {path}: {error.strerror}; pass another with --run-dir"
-        ) from error
-    check_owner(path)
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise RefusedError(f"{path} is not writable; pass another with --run-dir")
-    try:
+        check_owner(path)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise RefusedError(f"{path} is not writable; pass another with --run-dir")
         with contextlib.closing(OpenDirectory(path)) as folder:
             if os.fstat(folder.fd).st_mode & 0o077:
                 os.fchmod(folder.fd, 0o700)
     except OSError as error:
-        raise RefusedError(f"cannot set the mode of {path} to 0700: {error.strerror}") from error
+        raise RefusedError(
+            f"cannot create the directory {path} with the mode 0700: {error.strerror}; "
+            "pass another with --run-dir"
+        ) from error
 
 
 def lock_rank(run: Path, rank: int) -> None:

@@ -20,8 +20,7 @@ def load(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     if data is None:
-        missing = f"there is no file {path}; give the path of a YAML file"
-        raise UsageError(f"{path} is not a regular file" if path.exists() else missing)
+        raise UsageError(f"there is no file {path}; give the path of a YAML file")
     if len(data) > MAX_BYTES:
         raise UsageError(f"{path} has {len(data)} bytes; the limit is {MAX_BYTES}")
     return parse(data, str(path))
@@ -86,8 +85,6 @@ def parse(data: bytes | str, name: str) -> dict[str, Any]:
         where = getattr(error, "problem_mark", None)
         line = f" line {where.line + 1}" if where is not None else ""
         what = getattr(error, "problem", None) or str(error).splitlines()[0]
-        if what.startswith("mapping values are not allowed"):
-            what = "several values in one line; write one per line, or all of them in { }"
         raise UsageError(f"{name}{line} is not valid YAML: {what}") from error
     if document is None:
         return {}
