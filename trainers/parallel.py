@@ -139,15 +139,32 @@ class Fsdp(Group):
 
     name, sharded = "fsdp", True
 
+    def __init__(self, device: torch.device, member: Member, settings: Settings):
+        super().__init__(device, member, settings)
+        self.prepare(settings)
+
+    def prepare(self, settings: Settings) -> None:
+        """Divides the ranks into groups. Raises UsageError."""
+        self._settings = settings
+        groups, inside = settings.fsdp.replicas, self.world // settings.fsdp.replicas
+        if groups * inside != self.world:
+            raise UsageError(
+                f"fsdp.replicas={groups} does not divide {self.world} ranks; use a divisor"
+            )
+        if groups > 1:
+            names, shape = ("replicate", "shard"), (groups, inside)
+        else:
+            names, shape = ("shard",), (inside,)
+        self._mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=names)
+
     def wrap(self, model: nn.Module) -> nn.Module:
-        mesh = init_device_mesh(self.device.type, (self.world,), mesh_dim_names=("shard",))
         mixed, whole = MixedPrecisionPolicy(), MixedPrecisionPolicy()
         if dtype := AUTOCAST.get(self._settings.train.precision):
             mixed = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
             warnings.filterwarnings("ignore", NORM_DTYPES, UserWarning)
         for unit in (*cast(Transformer, model).blocks, model):
             fully_shard(
-                unit, mesh=mesh, mp_policy=whole if unit is model else mixed,
+                unit, mesh=self._mesh, mp_policy=whole if unit is model else mixed,
                 reshard_after_forward=self._settings.fsdp.sharding == "full",
             )  # fmt: skip
         return model

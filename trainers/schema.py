@@ -136,6 +136,7 @@ class FsdpSettings:
     sharding: Literal["full", "grad_op"] = key(
         "full", "full: free parameters after the forward (ZeRO-3); grad_op: keep them (ZeRO-2)."
     )
+    replicas: int = key(1, "Groups of ranks, each with a sharded copy; above 1: HSDP.", 1, 1 << 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +167,7 @@ class CheckpointSettings:
     """The checkpoints to write, and the checkpoint to start from."""
 
     every: int = key(0, "Steps between checkpoints; 0: none before the end.")
-    at_end: bool = key(True, "Save after the last step; a run that halts or exports always saves.")
+    at_end: bool = key(True, "Save after the last step; a halted run always saves.")
     keep_last: int = key(3, "Number of newest checkpoints to keep.", 1, 1 << 20)
     keep_every: int = key(0, "Also keep the checkpoint of every N-th step forever; 0: none.")
     background: Literal["auto", "on", "off"] = key("auto", "Save while training; auto: on GPUs.")

@@ -68,7 +68,8 @@ def named(rank: int, world: int, port: int) -> dict[str, str]:
 def sharded(parallel: Group, resolved: Settings) -> Fsdp:
     """Returns FSDP2 in the process group of another strategy."""
     shards = Fsdp.__new__(Fsdp)
-    shards.__dict__.update(parallel.__dict__, _settings=resolved)
+    shards.__dict__.update(parallel.__dict__)
+    shards.prepare(resolved)
     return shards
 
 

@@ -42,6 +42,7 @@ WAYS = {
         2, {"train.batch_size": 2, "train.accumulate": 2, "train.recompute": "all",
             "train.strategy": "fsdp", "fsdp.sharding": "grad_op"},
     ),
+    "hsdp": (2, {"train.batch_size": 4, "train.strategy": "fsdp", "fsdp.replicas": 2}),
 }  # fmt: skip
 QUICK = {("fsdp, recompute, accumulate", "fp64")}
 """The comparison of `make test`; the other comparisons are marked as slow."""
