@@ -73,6 +73,7 @@ class Batch:
 class Loader:
     """Reads batches ahead in a thread; `fetch` raises DataError if no batch comes in time.
 
+    If batches were read and left out within the time limit, `fetch` waits for this time again.
     `state` is the position of the training in the source, without the batches that were read ahead.
     A checkpoint stores this position as `data`; the loader continues from the `data` of `resumed`.
     """
@@ -91,6 +92,8 @@ class Loader:
             settings.data.prefetch
         )
         self._first: tuple[Batch, State] | None = None
+        self._left_out = 0
+        """Number of batches that were read and left out."""
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=self._read_ahead, args=(state, skip), name="nsa-loader", daemon=True
@@ -113,10 +116,14 @@ class Loader:
         self._thread.join(CLOSE_TIMEOUT_S)
 
     def _wait(self) -> tuple[Batch, State]:
-        try:
-            item = self._ready.get(timeout=self._data.timeout_s)
-        except queue.Empty:
-            raise DataError(_late("no batch", self.source.about, self._data)) from None
+        item = None
+        while item is None:
+            left_out = self._left_out
+            try:
+                item = self._ready.get(timeout=self._data.timeout_s)
+            except queue.Empty:
+                if self._left_out == left_out:
+                    raise DataError(_late("no batch", self.source.about, self._data)) from None
         if isinstance(item, BaseException):
             raise item
         return item
@@ -132,8 +139,9 @@ class Loader:
             while not self._stop.is_set():
                 begin = self.source.position
                 batch = read_batch(self.source, self._count, self._rank, self._world, self._device)
-                left_out = skip and begin < skip["stop"] and self.source.position > skip["start"]
-                if not left_out:
+                if skip and begin < skip["stop"] and self.source.position > skip["start"]:
+                    self._left_out += 1
+                else:
                     self._ready.put((batch, self.source.state() | ({SKIP: skip} if skip else {})))
         except BaseException as error:  # a panic in a Rust library is no Exception
             why = f"{self.source.about} cannot be read: {type(error).__name__}: {error}"

@@ -185,6 +185,22 @@ def test_the_data_of_named_steps_is_passed_over_on_every_rank():
         skips.close()
 
 
+class Slow(Synthetic):
+    """A read takes 0.1 s."""
+
+    def read(self, count, rank, world):
+        time.sleep(0.1)
+        return super().read(count, rank, world)
+
+
+def test_data_that_is_left_out_for_longer_than_the_time_limit_is_no_missing_data():
+    skips = loader_of(Slow, **{"data.timeout_s": 1.0, "data.skip": "1:31"})
+    skips.wait_for_first()
+    assert skips.fetch()
+    assert skips.state["position"] == 31 * 8
+    skips.close()
+
+
 def test_skipped_data_is_that_of_the_named_steps_after_another_batch_and_a_second_resume():
     """Step 4 starts with sequence 12. In the former training, steps 5 and 6 have 16 to 23."""
     old = {"train.batch_size": 2, "train.accumulate": 2}
