@@ -307,7 +307,11 @@ class Joined(Member):
         if not isinstance(loss, Real):
             self.pulse.nonfinite_steps = -1
         elif self.pulse.nonfinite_steps >= 0:
-            self.pulse.nonfinite_steps += not math.isfinite(loss)
+            try:
+                finite = math.isfinite(loss)
+            except OverflowError:  # a number that no float can express
+                finite = False
+            self.pulse.nonfinite_steps += not finite
 
     def _exit(self) -> None:
         """Records the last step if the program is not known to fail, then writes the exit record.

@@ -170,7 +170,7 @@ def test_records_are_numbered_and_steps_that_are_not_finite_counted(tmp_path, lo
     assert (left.records, left.nonfinite_steps) == (len(records), counts[-1] or -1)
 
 
-def test_a_figure_with_the_name_of_a_field_replaces_no_field(tmp_path):
+def test_a_figure_with_the_name_of_a_field_or_an_odd_value_ends_no_rank(tmp_path):
     program = """
 from trainers.contract.member import join
 fields = (
@@ -179,7 +179,7 @@ fields = (
 )
 run = join()
 for step in (1, 2, 3):
-    run.step(step, **dict.fromkeys(fields, "mine"), loss=float("inf"), mine=7)
+    run.step(step, **dict.fromkeys(fields, "mine"), loss=10**400, mine=7)
 """
     subprocess.run(
         [sys.executable, "-c", program], env=environment(tmp_path), timeout=150, check=True
