@@ -8,11 +8,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 from console import access
+from console.model import Result
 from console.plans import gates, gpu_checks, launch_facts, sweep
 from console.plans.case import Case, Found
 from console.plans.gate_check import RESUME
@@ -64,7 +67,7 @@ def _is_there(module: str) -> bool:
 def config(case: Case, index: int) -> Found:
     """Checks the steps, gates, statistics and drills of a phase, and the facts that it expects.
 
-    If settings of `--set` may explain each wrong fact, the result is only a warning.
+    If a setting of `--set` may be the cause of a failure, the result is only a warning.
     """
     phase, resolved = case.plan.phases[index], case.settings[index]
     why = gates.why_no_single(case.plan.phases, index)  # possible after --phase, --nproc, resume
@@ -79,13 +82,12 @@ def config(case: Case, index: int) -> Found:
         return "fail", f"{text} to be compared; correct train.steps"
     if steps < LAST_STEPS and (names := gates.needing(phase.gates, gates.OF_LAST_STEPS)):
         text = f"train.steps is {steps}, and {', '.join(names)} needs {LAST_STEPS} steps"
-        by_hand = resolved["train.steps"]["origin"] == settings.COMMAND_LINE
-        return "unknown" if by_hand else "fail", f"{text}; correct train.steps, or remove the gate"
-    origin = resolved[STATISTICS]["origin"]
+        return _failure(resolved, "train.steps"), f"{text}; correct train.steps, or remove the gate"
     if case.value(index, STATISTICS) and (names := gates.needing(phase.gates, gates.OF_STATISTICS)):
-        text = f"{STATISTICS}=true ({origin}) leaves {', '.join(names)} without a value"
-        result = "unknown" if origin == settings.COMMAND_LINE else "fail"
-        return result, f"{text}; use NSA_DISABLE_AUX_STATS=0"
+        text = f"{STATISTICS}=true ({resolved[STATISTICS]['origin']}) leaves {', '.join(names)}"
+        return _failure(
+            resolved, STATISTICS
+        ), f"{text} without a value; use NSA_DISABLE_AUX_STATS=0"
     drills = drill_kinds.parse(case.value(index, "train.drill"), "train.drill")
     if none := [drill for drill in drills if (drill.rank or 0) >= phase.nproc]:
         ranks = f"{phase.name} has only the ranks below {phase.nproc}"
@@ -98,23 +100,26 @@ def config(case: Case, index: int) -> Found:
     )
     expected = {name: fact for name, fact in asdict(phase.expects).items() if fact and name in KEYS}
     wrong = {name: fact for name, fact in expected.items() if getattr(found, name) != fact}
-    if not wrong and why:
+    if wrong:
+        said = "; ".join(
+            f"{name} is {getattr(found, name):,}, and the plan expects {fact:,}"
+            for name, fact in wrong.items()
+        )
+        used = phase.config or "no config, so it trains the built-in toy"
+        results = {_failure(resolved, *KEYS[name]) for name in wrong}
+        return "fail" if "fail" in results else "unknown", (
+            f"{said}; the phase uses {used}; correct --set, or config, set, nproc or expects of "
+            "the phase"
+        )
+    if why:
         return "unknown", why
-    if not wrong:
-        return "pass", f"{text}{', as the plan expects' if expected else ''}"
-    said = "; ".join(
-        f"{name} is {getattr(found, name):,}, and the plan expects {fact:,}"
-        for name, fact in wrong.items()
-    )
-    by_hand = [key for key, entry in resolved.items() if entry["origin"] == settings.COMMAND_LINE]
-    chosen = {name: [key for key in by_hand if key.startswith(KEYS[name])] for name in wrong}
-    if all(chosen.values()):
-        keys = sorted({key for keys in chosen.values() for key in keys})
-        return "unknown", f"{said}; changed by --set {', '.join(keys)}"
-    used = phase.config or "no config, so it trains the built-in toy"
-    return "fail", (
-        f"{said}; the phase uses {used}; correct config, set or nproc of the phase, or its expects"
-    )
+    return "pass", f"{text}{', as the plan expects' if expected else ''}"
+
+
+def _failure(resolved: Mapping[str, Any], *prefixes: str) -> Result:
+    """Returns "unknown" if `--set` changed a setting with one of the prefixes, or else "fail"."""
+    by_hand = (key for key, entry in resolved.items() if entry["origin"] == settings.COMMAND_LINE)
+    return "unknown" if any(key.startswith(prefixes) for key in by_hand) else "fail"
 
 
 def checkpoint_bytes(case: Case) -> int:
@@ -129,17 +134,11 @@ def _figures(case: Case, index: int) -> launch_facts.Figures:
 def disk(case: Case) -> Found:
     """Checks the free space for the checkpoints of each phase (`_kept_bytes`), and for records."""
     checkpoints = sum(_kept_bytes(case, i) for i, held in enumerate(case.settings) if held)
-    needed, why = checkpoints + RECORDS_BYTES, "the file system reports no size"
-    folder = nearest_folder(case.directory)
-    try:
-        total, _, free = shutil.disk_usage(folder)
-    except OSError as error:
-        total = free = 0
-        why = error.strerror
+    needed, folder = checkpoints + RECORDS_BYTES, nearest_folder(case.directory)
+    total, _, free = shutil.disk_usage(folder)
     if not total:
-        return "unknown", (
-            f"the free space at {folder} is not available ({why}); the launch needs {size(needed)}"
-        )
+        text = f"the file system of {folder} does not report its space"
+        return "unknown", f"{text}; the launch needs {size(needed)}"
     if free < needed:
         return "fail", (
             f"{folder} has {size(free)} free, and the launch needs {size(needed)} "
@@ -171,9 +170,7 @@ def directory(case: Case) -> Found:
     if path != folder and os.path.lexists(file := folder / path.relative_to(folder).parts[0]):
         return "fail", f"{file} is not a directory; pass another directory with --root or --run-dir"
     if not os.access(folder, os.W_OK | os.X_OK):
-        read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
-        why = "is on a read-only file system" if read_only else "is not writable"
-        return "fail", f"{folder} {why}; pass another directory with --root or --run-dir"
+        return "fail", f"{folder} is not writable; pass another directory with --root or --run-dir"
     return "pass", str(case.directory)
 
 

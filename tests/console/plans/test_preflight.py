@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 import socket
@@ -112,19 +111,10 @@ def test_a_full_disk_is_refused(tmp_path, full):
     ), text  # fmt: skip
 
 
-def test_free_space_that_the_file_system_does_not_report_is_a_warning(tmp_path, monkeypatch):
-    result, text = config_checks.disk(replace(bare(tmp_path), directory=Path("/proc/launch")))
-    assert (result, "at /proc is not available (the file system reports no size)" in text) == (
-        "unknown", True,
-    ), text  # fmt: skip
-
-    def refuse(_: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "statvfs", refuse)  # as some network file systems do
-    result, text = config_checks.disk(bare(tmp_path))
-    assert (result, "(Input/output error); the launch needs 1.0 GiB" in text) == ("unknown", True)
-    assert config_checks.directory(bare(tmp_path))[0] == "pass"
+def test_free_space_that_the_file_system_does_not_report_is_a_warning(tmp_path):
+    found = config_checks.disk(replace(bare(tmp_path), directory=Path("/proc/launch")))
+    text = "the file system of /proc does not report its space; the launch needs 1.0 GiB"
+    assert found == ("unknown", text)
 
 
 def test_a_run_to_resume_that_has_no_readable_checkpoint_is_refused(tmp_path):
