@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing import Pipe
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from console import actions, rest_of_launch, targets
+from console import actions, rest_of_launch
 from console.action_table import ACTIONS
 from console.actions import LaunchOptions
 from console.commands.output import OutputError, print_error, print_line, show
@@ -24,7 +22,7 @@ from console.sources.sanitize import clean
 from trainers.contract.errors import ContractError, RefusedError, UsageError
 
 SPARE_S = 1.0
-"""Time limit for sending a request, and for finding out why no answer came."""
+"""Time limit for sending a request."""
 T = TypeVar("T")
 
 
@@ -134,12 +132,9 @@ def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> 
     except EOFError:
         raise ContractError(f"the process that accesses {path} died: {unknown}") from None
     if event is None:
-        why = ""
-        with contextlib.suppress(TimeoutError, EOFError):
-            why = within(SPARE_S, lambda: _reason(path, action))
         raise ContractError(
-            f"no answer to {action} {limit}; the request remains and may still be executed; "
-            f"{why or 'see ' + command('status', path)}"
+            f"no answer to {action} {limit}; the request remains and may still be executed; see "
+            f"{command('status', path)}"
         )
     detail = event.get("detail")
     more = (f"  {clean(str(line))}" for line in (detail if isinstance(detail, list) else ()))
@@ -151,17 +146,6 @@ def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> 
         error.exit_code = error.exit_code if is_done else RefusedError.exit_code
         raise
     return 0 if is_done else RefusedError.exit_code
-
-
-def _reason(path: Path, action: str) -> str:
-    """Returns that the supervisor is stopped or on another host, or "" if neither is known."""
-    with contextlib.suppress(ContractError):  # this error would say that nothing was sent
-        host, stopped = targets.host_and_stopped(path, ACTIONS[action])
-        if pids := " ".join(map(str, stopped)):
-            return f"the supervisor (pid {pids}) is stopped, kill -CONT {pids} resumes it"
-        if host:
-            return f"the supervisor is on {host}, see {command('status', path)}"
-    return ""
 
 
 def within(limit_s: float, work: Callable[[], T]) -> T:
