@@ -115,13 +115,7 @@ def check(options: argparse.Namespace) -> int:
     if options.measure or options.end_leftovers:
         text = f"--measure and --end-leftovers need a plan; {options.run!r} is not a plan"
         raise UsageError(text)
-    try:
-        return _check_run(options)
-    except (NotFoundError, UsageError):
-        if plan := catalog.misspelt(options.run):
-            text = f"{options.run!r} is not the name of a plan or run; did you mean {plan!r}?"
-            raise UsageError(text) from None
-        raise
+    return _check_run(options)
 
 
 def _check_plan(options: argparse.Namespace) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 
 from console import plan as plans_module
@@ -65,15 +64,6 @@ def load(name: str) -> Plan:
             "never; set restart: crash, or give the rule another action"
         )
     return plan
-
-
-def misspelt(name: str) -> str:
-    """Returns the plan name that is most similar to a word.
-
-    Returns "" if no name is similar, or if the word begins with that name.
-    """
-    near = difflib.get_close_matches(name, files(), n=1)
-    return near[0] if near and not name.startswith(near[0]) else ""
 
 
 def plans() -> tuple[list[Plan], list[str]]:
