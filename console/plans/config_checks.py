@@ -22,7 +22,7 @@ from console.plans.gate_check import RESUME
 from console.sources.rank_totals import LAST_STEPS
 from console.status_text import size
 from trainers import manifest, settings
-from trainers.contract import data_access, drill_kinds, flags
+from trainers.contract import data_access, flags
 from trainers.contract.errors import RefusedError
 
 KEYS = {
@@ -65,7 +65,7 @@ def _is_there(module: str) -> bool:
 
 
 def config(case: Case, index: int) -> Found:
-    """Checks the steps, gates, statistics and drills of a phase, and the facts that it expects.
+    """Checks the steps, gates and statistics of a phase, and the facts that it expects.
 
     If a setting of `--set` may be the cause of a failure, the result is only a warning.
     """
@@ -88,10 +88,6 @@ def config(case: Case, index: int) -> Found:
         return _failure(
             resolved, STATISTICS
         ), f"{text} without a value; use NSA_DISABLE_AUX_STATS=0"
-    drills = drill_kinds.parse(case.value(index, "train.drill"), "train.drill")
-    if none := [drill for drill in drills if (drill.rank or 0) >= phase.nproc]:
-        ranks = f"{phase.name} has only the ranks below {phase.nproc}"
-        return "unknown", f"the drill {none[0]} does not happen, because {ranks}"
     found = _figures(case, index)
     text = (
         f"{len(resolved)} settings are valid: {found.parameters:,} parameters, sequences of "
@@ -170,7 +166,9 @@ def directory(case: Case) -> Found:
     if path != folder and os.path.lexists(file := folder / path.relative_to(folder).parts[0]):
         return "fail", f"{file} is not a directory; pass another directory with --root or --run-dir"
     if not os.access(folder, os.W_OK | os.X_OK):
-        return "fail", f"{folder} is not writable; pass another directory with --root or --run-dir"
+        read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
+        why = "is on a read-only file system" if read_only else "is not writable"
+        return "fail", f"{folder} {why}; pass another directory with --root or --run-dir"
     return "pass", str(case.directory)
 
 

@@ -63,19 +63,6 @@ def test_an_unknown_plan_gets_a_suggestion(name, text):
         catalog.load(name)
 
 
-@pytest.mark.parametrize(
-    ("drill", "result"), [("sleep@5:1", "pass"), ("sleep@5:all", "pass"), ("sleep@5:7", "unknown")]
-)
-def test_a_drill_of_a_rank_that_a_phase_does_not_have_is_a_warning(tmp_path, drill, result):
-    chosen = LaunchOptions(
-        "cpu_smoke", phase="plumbing", flags={"NSA_DRILL": drill}, root=tmp_path
-    )  # fmt: skip
-    found = {each.name: each for each in actions.prepare(chosen).checks}["config plumbing"]
-    assert found.result == result
-    text = f"the drill {drill}:3600 does not happen, because plumbing has only the ranks below 2"
-    assert (found.text == text) == (result == "unknown"), found
-
-
 def test_an_unknown_gate_names_file_and_phase(tmp_path):
     phases = [PHASES[0] | {"gates": {"steps_don": 1}}]
     with pytest.raises(UsageError, match=r"mine\.yaml: phase 'one'.*did you mean 'steps_done'"):
