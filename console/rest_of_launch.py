@@ -18,8 +18,7 @@ from console.plan import Phase, Plan
 from console.plans import gate_check
 from console.sources import launches, liveness, process
 from console.sources.run import RunSource
-from console.supervisor import cross_check, former_documents, launch_spec, run_files
-from trainers import manifest
+from console.supervisor import cross_check, former_documents, launch_spec
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError
 
@@ -69,33 +68,6 @@ def plan(path: Path, said: Callable[[str], object]) -> tuple[Plan, dict[str, str
         phases[0] = replace(phases[0], set={**given, gate_check.RESUME: str(run.absolute())})
         origins[gate_check.RESUME] = RESUME
     return replace(old.plan, phases=tuple(phases)), {**old.flag_origins, **by_operator}, origins
-
-
-def start_words(phase: Mapping[str, Any]) -> str:
-    """Returns a sentence on the start of a phase; `phase` is a preview of its run.json."""
-    name, settings = phase["phase"], phase["settings"]
-    if not settings:
-        return f"starts {name}, a foreign program"
-    run = Path(settings[gate_check.RESUME]["value"])
-    if not settings[gate_check.RESUME]["value"]:
-        return f"starts {name} at step 1: it has no checkpoint"
-    step = settings[FROM_STEP]["value"] or run_files.newest_checkpoint(run)
-    launch = launches.launch_id(run.parent)
-    if not step or not (settings[FROM_STEP]["value"] or _is_newest(run, step)):
-        return f"resumes {name} from the newest verified checkpoint of {launch}"
-    is_left = step < (phase["steps_planned"] or step + 1)
-    at = f"at step {step + 1}" if is_left else "with no step left"
-    return f"resumes {name} {at} from the checkpoint of step {step} of {launch}"
-
-
-def _is_newest(run: Path, step: int) -> bool:
-    """Returns whether all checkpoints of a run are of `step` or of earlier steps.
-
-    The ranks choose the checkpoint by its step. Returns False if the checkpoints cannot be listed.
-    """
-    with contextlib.suppress(manifest.CheckpointError):
-        return all((manifest.step_of(path) or 0) <= step for path in manifest.newest_first(run))
-    return False
 
 
 def continues(options: LaunchOptions, phases: Iterable[Mapping[str, Any]]) -> dict[str, str]:

@@ -72,24 +72,25 @@ def resume(options: argparse.Namespace) -> int:
 def _begin(chosen: LaunchOptions, options: argparse.Namespace) -> int:
     chosen = replace(chosen, measure=False) if options.dry_run else chosen
     prepared = actions.prepare(chosen, print_error)
-    start = [rest_of_launch.start_words(prepared.phases[0])] if chosen.resume else []
     if options.dry_run:
-        show(options.json, prepared.as_dict(), [*prepared.lines(), *start])
+        show(options.json, prepared.as_dict(), prepared.lines())
         return 0 if prepared.ok else 1
     for check in prepared.checks:
         if prepared.ok and check.result == "unknown":
             print_error(f"warning: {check.name}: {check.text}")
     path = actions.begin(prepared, actions.who())
     name = launches.launch_id(path)
+    start = [f"{name}: {each.text}" for each in prepared.checks if each.name == "resume"]
+    start = start if chosen.resume else []
     if options.wait:
         if not options.json:
             print_line(f"launched {name} in {path}; ctrl+c leaves, the run continues")
             for text in start:
-                print_line(f"{name} {text}")
+                print_line(text)
         return follow(RunSource(path), options.json)
     known = chosen.run_dir is None and options.root == launches.ROOT
     line = f"launched {name} in {path}; to follow it: {command('watch', name if known else path)}"
-    show(options.json, {"id": name, "path": str(path)}, [line, *(f"{name} {x}" for x in start)])
+    show(options.json, {"id": name, "path": str(path)}, [line, *start])
     return 0
 
 

@@ -190,7 +190,7 @@ def resume(case: Case) -> Found:
             )
         except manifest.CheckpointError as error:
             return "fail", f"{phase.name} cannot resume: {error}; correct {RESUME}"
-        found.append(f"{phase.name}: {path}")
+        found.append(f"{phase.name} resumes from {path}")
     return "pass", ", ".join(found) or "no phase resumes from another run"
 
 
