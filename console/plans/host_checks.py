@@ -241,22 +241,14 @@ def at_logout(root: Path, uid: int, user: str) -> Found:
         return "unknown", "not available: systemd-logind does not answer busctl"
     place = (root / "proc/self/cgroup").read_text(errors="replace")
     lingers = (root / LINGER / user).exists()
-    found = []
-    if USER_MANAGER in place and not lingers:
-        found.append(f"the run ends when {user} logs out, because it belongs to the user manager")
-    elif SESSION in place and kills and uid:  # root is excluded by default
-        found.append(
-            f"logind has KillUserProcesses=yes and kills the run when {user} logs out: launch with "
-            "systemd-run --user --scope"
-        )
-    if removes and not lingers and uid >= LEAST_UID:
-        found.append(
-            f"logind has RemoveIPC=yes and removes the shared memory of the run when {user} logs "
-            "out, so no stack can be dumped"
-        )
-    if not found:
+    ends = (USER_MANAGER in place and not lingers) or (SESSION in place and kills and uid)
+    harm = "ends the run" if ends else "removes the shared memory of the run"
+    if not ends and (not removes or lingers or uid < LEAST_UID):
         return "pass", "the run survives a logout"
-    return "unknown", f"{'; '.join(found)}; run loginctl enable-linger {user}"
+    return "unknown", (
+        f"systemd-logind {harm} when {user} logs out; run loginctl enable-linger {user}, and "
+        "launch with systemd-run --user --scope"
+    )
 
 
 def hook(case: Case) -> Found:

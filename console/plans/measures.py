@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from console.sources.rank_totals import FIGURES, FIRST_LOSSES, LAST_STEPS, RankTotals
@@ -90,14 +90,6 @@ def loss_finite(s: Summary) -> Measured:
     return Measured(float(total) if known or total else None, "", first, doubt)
 
 
-def _mean(values: Sequence[float]) -> float:
-    """Returns the mean, or nan if the sum overflows or is not defined."""
-    try:
-        return math.fsum(values) / len(values)
-    except (OverflowError, ValueError):
-        return math.nan
-
-
 def loss_fall(s: Summary) -> Measured:
     first = s.of_rank(0).first_losses
     newest = [
@@ -106,7 +98,7 @@ def loss_fall(s: Summary) -> Measured:
     last = newest[-FIRST_LOSSES:]
     if min(len(first), len(last)) < FIRST_LOSSES or last[0][0] <= first[-1][0]:
         return Measured(None, why=f"{2 * FIRST_LOSSES} progress records are needed")
-    before, after = (_mean([loss for _, loss in each]) for each in (first, last))
+    before, after = (sum(loss for _, loss in each) / FIRST_LOSSES for each in (first, last))
     text = f"mean of the first {FIRST_LOSSES} records minus mean of the last {FIRST_LOSSES}"
     return Measured(before - after, text, f"{before:.3f} to {after:.3f}")
 

@@ -192,7 +192,7 @@ def test_a_stopped_supervisor_and_working_process_are_said_and_answer_when_they_
         assert RunSource(run.path).poll().armed == "none (the supervisor is stopped)"
         alerts = {alert.id: alert.text for alert in RunSource(run.path).poll().alerts}
         assert f"kill -CONT {supervisor}" in alerts["supervisor-stopped"]
-        with pytest.raises(ContractError, match="no answer to dump within .*; see .* status"):
+        with pytest.raises(ContractError, match=r"no answer to dump within .*; see .* status"):
             control.do(argparse.Namespace(
                 run=str(run.path), root=run.path.parent, action="dump", args=[], timeout=0.5,
                 json=False,
