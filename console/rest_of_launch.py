@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,35 +104,15 @@ def continued_words(path: Path, root: Path) -> str:
     )
 
 
-@contextlib.contextmanager
-def resuming(options: LaunchOptions) -> Iterator[None]:
-    """Prevents another process from resuming the same launch, if `options` resume a launch.
+def check_not_continued(options: LaunchOptions) -> None:
+    """Raises RefusedError for a resume of a launch that another launch already continues.
 
-    Raises RefusedError if the launch cannot be opened, or if another process resumes the launch. On
-    a file system that cannot lock a directory, the other process is not noticed. Without `again`,
-    also raises RefusedError if another launch already continues the launch.
+    With `again`, such a resume is accepted.
     """
-    if options.resume is None:
-        yield
+    if options.resume is None or options.again:
         return
-    top = launches.launch_of(options.resume) or options.resume
-    try:
-        fd = os.open(top, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise RefusedError(f"cannot open {top}: {error.strerror}; nothing was launched") from error
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            name = launches.launch_id(top)
-            raise RefusedError(f"another process resumes {name}, so nothing was launched") from None
-        except OSError:  # for example NFS, which locks only files that are open for writing
-            pass
-        if not options.again and (text := continued_words(top, options.root)):
-            raise RefusedError(f"{text}, so nothing was launched")
-        yield
-    finally:
-        os.close(fd)
+    if text := continued_words(options.resume, options.root):
+        raise RefusedError(f"{text}, so nothing was launched")
 
 
 def _with_operator_flags(
