@@ -227,7 +227,8 @@ def gpu_memory(case: Case) -> Found:
 def _least_bytes(case: Case, index: int) -> int:
     """Returns a rank's least memory: weights, gradients, moments, activations and logits.
 
-    The memory that the attention needs depends on its route and is not included.
+    The memory that the attention needs depends on its route and is not included. If some layers are
+    recomputed, all count as recomputed.
     """
     batch, sequence, layers, dim, hidden, vocabulary, precision, recompute, strategy = (
         case.value(index, key)
@@ -237,12 +238,9 @@ def _least_bytes(case: Case, index: int) -> int:
     )  # fmt: skip
     ranks = case.plan.phases[index].nproc if strategy == "fsdp" else 1
     state = STATE_BYTES * _figures(case, index).parameters // ranks
-    blocks = {"none": "0:0", "all": f"0:{layers}"}.get(recompute, str(recompute))
-    first, _, end = blocks.partition(":")
-    again = int(end) - int(first)
-    kept = again * dim + (layers - again) * (8 * dim + 3 * hidden)
+    of_layer = 8 * dim + 3 * hidden if recompute == "none" else dim
     value = 2 if precision in ("bf16", "fp16") else 4
-    return state + batch * sequence * (kept * value + vocabulary * 8)
+    return state + batch * sequence * (layers * of_layer * value + vocabulary * 8)
 
 
 def data(case: Case) -> Found:

@@ -70,21 +70,15 @@ def device(case: Case) -> Found:
     """
     plan = case.plan
     for index, phase in enumerate(plan.phases):
-        setting = case.settings[index].get("train.device")
-        if plan.gpus == 0:
-            if setting and setting["value"] == "cuda" and torch_cuda() is None:
-                return "fail", (
-                    f"the phase {phase.name!r} trains on cuda (train.device, {setting['origin']}), "
-                    "and torch is built without CUDA; remove that setting"
-                )
+        if not (setting := case.settings[index].get("train.device")):
             continue
-        if setting and setting["value"] != "cuda":
-            return "fail", (
-                f"the plan {plan.name} needs GPUs, and the phase {phase.name!r} trains on "
-                f"{setting['value']} (train.device, {setting['origin']}); remove that setting, or "
-                "set gpus: 0"
-            )
-        if setting and phase.nproc > plan.gpus:
+        trains = f"the phase {phase.name!r} trains on {setting['value']}"
+        chosen = f"{trains} (train.device, {setting['origin']}); remove that setting"
+        if plan.gpus == 0 and setting["value"] == "cuda" and torch_cuda() is None:
+            return "fail", f"torch is built without CUDA, and {chosen}"
+        if plan.gpus and setting["value"] != "cuda":
+            return "fail", f"the plan {plan.name} needs GPUs, and {chosen}, or set gpus: 0"
+        if phase.nproc > plan.gpus > 0:
             return "fail", (
                 f"the phase {phase.name!r} has {phase.nproc} ranks for gpus: {plan.gpus}; each "
                 "rank needs a GPU of its own"
