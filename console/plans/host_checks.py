@@ -28,7 +28,7 @@ NCCL_SHM_PER_RANK = 64 << 20
 """Approximate size of NCCL's buffers in /dev/shm, per rank."""
 TRAINER = re.compile(r"-m trainers\.(ddp|fsdp)\b|\btrain_showcase(_fsdp)?\.py\b")
 SUPERVISOR = "console.supervisor"
-MAX_SHOWN, MAX_COMMAND = 8, 4096
+MAX_SHOWN = 8
 LIBRARIES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_")
 """Prefixes of the variables that configure the libraries of a training."""
 LEAST_MEMORY_GIB_PER_RANK = 0.5
@@ -164,15 +164,12 @@ def leftovers(case: Case) -> Found:
 
 def unsupervised(proc: Path) -> list[int]:
     """Returns the pids of the trainers without a supervisor that is alive."""
-    commands = {int(each.name): _command(each) for each in proc.glob("[0-9]*")}
+    commands = {
+        pid: procfs.read_text(f"{proc}/{pid}/cmdline").replace("\0", " ")
+        for pid in procfs.numbers_in(str(proc))
+    }
     trainers = sorted(pid for pid, command in commands.items() if TRAINER.search(command))
     return [pid for pid in trainers if not _is_supervised(pid, str(proc), commands)]
-
-
-def _command(folder: Path) -> str:
-    """Returns at most `MAX_COMMAND` bytes of a process's command line, or "" after an error."""
-    data = jsonl.read_bytes(folder / "cmdline", MAX_COMMAND, 0)
-    return data.replace(b"\0", b" ").decode(errors="replace")
 
 
 def _is_supervised(pid: int, proc: str, commands: dict[int, str]) -> bool:

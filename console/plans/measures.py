@@ -206,12 +206,10 @@ def scaling(s: Summary) -> Measured:
     figures, files = s.of_rank(0).figures(), s.files
     rate = figures["toks_per_s"]
     if files is None or not files.single_toks_per_s or rate is None:
-        why = f"toks_per_s_50_above of {files.single if files else ''} did not pass, or differs "
-        why += "from its last records"
-        why = why if files and files.single else "no earlier phase of the launch has one rank"
-        return Measured(
-            None, why=why if rate else "the durations of the last steps are not complete"
-        )
+        return Measured(None, why=(
+            "no earlier phase with one rank has a confirmed speed, or the durations of the last "
+            "steps are not complete"
+        ))  # fmt: skip
     single = files.single_toks_per_s
     text = f"{number(rate)} tok/s on {counted(s.world, 'rank')}, {number(single)} tok/s on one"
     window, doubt = f"last steps, against {files.single}", _few(figures["steps"])
