@@ -7,6 +7,7 @@ section lists what was not measured.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from console.model import LIVE_STATES, OPERATOR, RESULTS, LaunchState, RunState
 from console.plans import gates, sweep
 from console.plans.gate_check import poll_confirmed, so_far
 from console.sources import launches
+from console.sources.gate_files import SPEED
 from console.sources.rank_totals import FIGURES, LAST_STEPS
 from console.sources.record_files import read_end
 from console.sources.run import RunSource
@@ -29,6 +31,7 @@ from trainers.contract import jsonl, rundir
 from trainers.contract.errors import ContractError
 
 NAME, MAX_CELL, MAX_ROWS = "report.md", 600, 1024
+MARKS = re.compile(r"[\\|`*\[\]!#]")
 HOUR_S, EVENT_BYTES = 3600.0, 1 << 20
 CHARTS = (("loss", "loss"), ("toks_per_s", "speed"))
 """The series of each chart, and the word in its file name."""
@@ -127,10 +130,8 @@ def cell(value: object) -> str:
     The marks `_` and `~`, for example, are not escaped, and a bare address may become a link.
     """
     text = number(value) if isinstance(value, float) else "–" if value is None else value
-    text = clean(str(text), MAX_CELL).replace("\\", "\\\\").replace("&", "&amp;")
-    for mark in "|`*[]!#":
-        text = text.replace(mark, f"\\{mark}")
-    return text.replace("<", "&lt;")
+    text = MARKS.sub(r"\\\g<0>", clean(str(text), MAX_CELL))
+    return text.replace("&", "&amp;").replace("<", "&lt;")
 
 
 def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
@@ -267,13 +268,11 @@ def _durations(phase: Phase, tokens: int | None) -> Iterator[Sequence[object]]:
     measured = _hours(steps * tokens, speed)
     if hours := jsonl.number(jsonl.mapping(phase.planned, "expects"), "hours"):
         yield phase.name, "time of all steps", f"{number(hours)} h", measured, "hours of the plan"
-    for name, value in jsonl.mapping(phase.run, "gates").items():
-        bound = gates.demand(value).bound
-        is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
-        if name == "toks_per_s_50_above" and is_number and bound > 0:
-            implied = _hours(steps * tokens, bound)
-            note = f"the bound of {name} implies {implied} for {steps:,} steps of {tokens:,} tokens"
-            yield phase.name, "time of all steps", implied, measured, note
+    bound = gates.demand(jsonl.mapping(phase.run, "gates").get(SPEED)).bound
+    if type(bound) in (int, float) and bound > 0:
+        implied = _hours(steps * tokens, bound)
+        note = f"the bound of {SPEED} implies {implied} for {steps:,} steps of {tokens:,} tokens"
+        yield phase.name, "time of all steps", implied, measured, note
 
 
 def _hours(tokens: float, toks_per_s: float | None) -> str:

@@ -66,21 +66,6 @@ def test_the_page_on_plans_has_the_time_limits():
     assert rows == ["gpus", "driver", "gpu memory", "data"]
 
 
-def test_a_process_that_cannot_be_read_delays_only_the_rows_about_processes(tmp_path, monkeypatch):
-    """A read of a process in state D may never return."""
-    ended = threading.Event()
-    rows = [replace(row, check=lambda _: (ended.wait(), "")) if row.name == "leftovers" else row
-            for row in preflight.TABLE]  # fmt: skip
-    monkeypatch.setattr(preflight, "TABLE", rows)
-    limits = {**preflight.LIMIT_S, preflight.PROCESSES: 0.5}
-    monkeypatch.setattr(preflight, "LIMIT_S", limits)
-    found = {each.name: (each.result, each.text) for each in prepared(tmp_path).checks}
-    ended.set()
-    late = {name: answer for name, answer in found.items() if "no answer" in answer[1]}
-    answer = ("unknown", "no answer from the other processes within 0.5 s")
-    assert late == {"leftovers": answer}
-
-
 def test_a_sweep_whose_runs_are_too_short_to_be_compared_is_refused(tmp_path):
     sweep = {"rounds": 9, "variants": {"a": {}, "b": {"flags": {"NSA_LR": 0.5}}}}
     for steps, wanted in (("29", "fail"), ("30", "pass")):
