@@ -22,7 +22,7 @@ from console.plans.gate_check import RESUME
 from console.sources.rank_totals import LAST_STEPS
 from console.status_text import size
 from trainers import manifest, settings
-from trainers.contract import data_access, flags
+from trainers.contract import data_access
 from trainers.contract.errors import RefusedError
 
 KEYS = {
@@ -72,10 +72,7 @@ def config(case: Case, index: int) -> Found:
     phase, resolved = case.plan.phases[index], case.settings[index]
     why = gates.why_no_single(case.plan.phases, index)  # possible after --phase, --nproc, resume
     if not resolved:
-        ignored = [name for name in phase.flags if flags.lookup(name).setting]
-        texts = [why, f"it may ignore {', '.join(ignored)}" * bool(ignored)]
-        text = "; ".join(filter(None, ("a foreign program, not checked", *texts)))
-        return "unknown" if any(texts) else "pass", text
+        return "unknown" if why else "pass", why or "a foreign program, not checked"
     steps, least = case.value(index, "train.steps"), sweep.LEAST_STEPS
     if phase.sweep and steps < least:
         text = f"train.steps is {steps}, and a run of a sweep needs at least {least} steps"

@@ -94,14 +94,6 @@ def test_more_processes_than_cores_only_warns(tmp_path):
     assert (host_checks.cores(many)[0], host_checks.memory(many)[0]) == ("unknown", "fail")
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "result"), [("NSA_ACCUM", "3", "unknown"), ("NCCL_DEBUG", "INFO", "pass")]
-)
-def test_a_flag_that_a_foreign_program_may_ignore_is_a_warning(tmp_path, name, value, result):
-    found = row("config one", written(tmp_path), flags={name: value})
-    assert (found.result, f"it may ignore {name}" in found.text) == (result, result == "unknown")
-
-
 @pytest.mark.parametrize("program", [{"script": "nowhere.py"}, {"module": "nowhere.x"}])
 def test_a_missing_program_is_refused_by_name(tmp_path, program):
     result, text = config_checks.program(bare(tmp_path, **{"script": ""} | program))
