@@ -40,8 +40,6 @@ def find(name: str) -> Path:
     path, known = Path(name), files()
     if path.is_file():
         return path
-    if path.suffix in ENDINGS:
-        raise UsageError(f"there is no plan file {name}; pass a YAML file or a plan's name")
     if name not in known:
         raise UsageError(f"there is no plan {name!r}{did_you_mean(name, known)}")
     return known[name]

@@ -15,7 +15,7 @@ from console.plans.case import Case, Found
 from console.sources import nvml
 from console.sources.gpu_survey import Card
 from console.sources.ranks import visible
-from trainers.contract import environ, flags
+from trainers.contract import flags
 
 BUSY_PCT, BUSY_MIB = 20.0, 2048.0
 """A GPU above one of these limits is busy, even if NVML reports no process on it."""
@@ -186,13 +186,11 @@ def driver(case: Case) -> Found:
 
 
 def nccl(case: Case) -> Found:
-    """For a plan with GPUs, reports flags of `SLOW`, and files that configure NCCL."""
+    """For a plan with GPUs, reports flags of `SLOW`."""
     if not case.plan.gpus:
         return "pass", "no GPU is needed"
     parts = (case.plan.env, *(phase.flags for phase in case.plan.phases))
     given = {item for each in parts for item in each.items()}
     found = [f"{name}={value} {effect}" for name, value, effect in SLOW if (name, value) in given]
-    files = [case.root / "etc/nccl.conf", Path(environ.get("HOME") or "/") / ".nccl.conf"]
-    found += [f"{each} configures NCCL too" for each in files if each.is_file()]
     chosen = "NCCL chooses by the topology, except for the flags of the plan"
     return ("unknown", "; ".join(found)) if found else ("pass", chosen)

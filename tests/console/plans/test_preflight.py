@@ -274,9 +274,6 @@ def test_settings_of_nccl_that_slow_it_down_are_warnings(tmp_path):
     for part in ("NCCL_DEBUG=INFO slows", "NCCL_P2P_DISABLE=1 copies"):
         assert part in text
     assert "PROTO" not in text
-    (tmp_path / "etc").mkdir()
-    (tmp_path / "etc/nccl.conf").write_text("NCCL_ALGO=Tree")
-    assert "etc/nccl.conf configures NCCL too" in gpu_checks.nccl(bare(tmp_path, gpus=2))[1]
     assert gpu_checks.nccl(bare(tmp_path)) == ("pass", "no GPU is needed")
     foreign = config_checks.gpu_memory(bare(tmp_path, gpus=2))
     assert foreign == ("pass", "a foreign program, not checked")
