@@ -140,10 +140,9 @@ def begin(prepared: Prepared, by: str) -> Path:
     """Starts a prepared launch; returns its directory, which the supervisor owns from then on.
 
     Raises UsageError, RefusedError or ContractError. The launch is rejected with `assume_gpus`, if
-    a check has failed, or if the plan does not have the `digest`. A resume is rejected while
-    another process resumes the same launch. Without `again`, a resume is also rejected if another
-    launch already continues that launch. If another launch has taken a directory that is named
-    after the time, a new name is used.
+    a check has failed, or if the plan does not have the `digest`. Without `again`, a resume is
+    rejected if another launch already continues the same launch. If another launch has taken a
+    directory that is named after the time, a new name is used.
     """
     options = prepared.options
     if options.assume_gpus:
@@ -157,17 +156,17 @@ def begin(prepared: Prepared, by: str) -> Path:
     if failed:
         raise RefusedError("; ".join(failed))
     directory, spec = prepared.directory, replace(prepared.spec, by=by)
-    with rest_of_launch.resuming(options):
-        while True:
-            try:
-                launcher.start(directory, spec)
-            except launcher.TakenError:
-                if options.run_dir is not None:
-                    raise
-                directory = _new_directory(prepared.directory.parent)
-                spec = replace(spec, launch=_id(prepared.plan, directory))
-            else:
-                return directory
+    rest_of_launch.check_not_continued(options)
+    while True:
+        try:
+            launcher.start(directory, spec)
+        except launcher.TakenError:
+            if options.run_dir is not None:
+                raise
+            directory = _new_directory(prepared.directory.parent)
+            spec = replace(spec, launch=_id(prepared.plan, directory))
+        else:
+            return directory
 
 
 def _plan(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,7 @@ from console.plan import Phase, Plan
 from console.plans import gate_check
 from console.sources import launches, liveness, process
 from console.sources.run import RunSource
-from console.supervisor import cross_check, former_documents, launch_spec, run_files
-from trainers import manifest
+from console.supervisor import cross_check, former_documents, launch_spec
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError
 
@@ -71,33 +68,6 @@ def plan(path: Path, said: Callable[[str], object]) -> tuple[Plan, dict[str, str
     return replace(old.plan, phases=tuple(phases)), {**old.flag_origins, **by_operator}, origins
 
 
-def start_words(phase: Mapping[str, Any]) -> str:
-    """Returns a sentence on the start of a phase; `phase` is a preview of its run.json."""
-    name, settings = phase["phase"], phase["settings"]
-    if not settings:
-        return f"starts {name}, a foreign program"
-    run = Path(settings[gate_check.RESUME]["value"])
-    if not settings[gate_check.RESUME]["value"]:
-        return f"starts {name} at step 1: it has no checkpoint"
-    step = settings[FROM_STEP]["value"] or run_files.newest_checkpoint(run)
-    launch = launches.launch_id(run.parent)
-    if not step or not (settings[FROM_STEP]["value"] or _is_newest(run, step)):
-        return f"resumes {name} from the newest verified checkpoint of {launch}"
-    is_left = step < (phase["steps_planned"] or step + 1)
-    at = f"at step {step + 1}" if is_left else "with no step left"
-    return f"resumes {name} {at} from the checkpoint of step {step} of {launch}"
-
-
-def _is_newest(run: Path, step: int) -> bool:
-    """Returns whether all checkpoints of a run are of `step` or of earlier steps.
-
-    The ranks choose the checkpoint by its step. Returns False if the checkpoints cannot be listed.
-    """
-    with contextlib.suppress(manifest.CheckpointError):
-        return all((manifest.step_of(path) or 0) <= step for path in manifest.newest_first(run))
-    return False
-
-
 def continues(options: LaunchOptions, phases: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """Returns the launches that a new launch continues: the id of each, by its directory.
 
@@ -134,35 +104,15 @@ def continued_words(path: Path, root: Path) -> str:
     )
 
 
-@contextlib.contextmanager
-def resuming(options: LaunchOptions) -> Iterator[None]:
-    """Prevents another process from resuming the same launch, if `options` resume a launch.
+def check_not_continued(options: LaunchOptions) -> None:
+    """Raises RefusedError for a resume of a launch that another launch already continues.
 
-    Raises RefusedError if the launch cannot be opened, or if another process resumes the launch. On
-    a file system that cannot lock a directory, the other process is not noticed. Without `again`,
-    also raises RefusedError if another launch already continues the launch.
+    With `again`, such a resume is accepted.
     """
-    if options.resume is None:
-        yield
+    if options.resume is None or options.again:
         return
-    top = launches.launch_of(options.resume) or options.resume
-    try:
-        fd = os.open(top, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise RefusedError(f"cannot open {top}: {error.strerror}; nothing was launched") from error
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            name = launches.launch_id(top)
-            raise RefusedError(f"another process resumes {name}, so nothing was launched") from None
-        except OSError:  # for example NFS, which locks only files that are open for writing
-            pass
-        if not options.again and (text := continued_words(top, options.root)):
-            raise RefusedError(f"{text}, so nothing was launched")
-        yield
-    finally:
-        os.close(fd)
+    if text := continued_words(options.resume, options.root):
+        raise RefusedError(f"{text}, so nothing was launched")
 
 
 def _with_operator_flags(

@@ -147,17 +147,6 @@ def supervisor(folder: Path, box: Mailbox) -> Supervisor:
     return owner
 
 
-def host_and_stopped(path: Path, action: Action) -> tuple[str, list[int]]:
-    """Returns two values: the supervisor's host, and the pids of its stopped processes.
-
-    The host is "" for this host. If the supervisor is on another host, no pids are returned.
-    """
-    owner, _ = _named(*mailbox(path, action))
-    named = (owner.identity, jsonl.mapping(owner.identity, "child"))
-    stopped = [each["pid"] for each in named if not owner.host and process.is_stopped(each)]
-    return owner.host, stopped
-
-
 def _named(folder: Path, box: Mailbox) -> tuple[Supervisor, str]:
     """Returns two values: the supervisor that a directory's document names, and a text.
 

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing import Pipe
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from console import actions, rest_of_launch, targets
+from console import actions, rest_of_launch
 from console.action_table import ACTIONS
 from console.actions import LaunchOptions
 from console.commands.output import OutputError, print_error, print_line, show
@@ -24,7 +22,7 @@ from console.sources.sanitize import clean
 from trainers.contract.errors import ContractError, RefusedError, UsageError
 
 SPARE_S = 1.0
-"""Time limit for sending a request, and for finding out why no answer came."""
+"""Time limit for sending a request."""
 T = TypeVar("T")
 
 
@@ -74,24 +72,25 @@ def resume(options: argparse.Namespace) -> int:
 def _begin(chosen: LaunchOptions, options: argparse.Namespace) -> int:
     chosen = replace(chosen, measure=False) if options.dry_run else chosen
     prepared = actions.prepare(chosen, print_error)
-    start = [rest_of_launch.start_words(prepared.phases[0])] if chosen.resume else []
     if options.dry_run:
-        show(options.json, prepared.as_dict(), [*prepared.lines(), *start])
+        show(options.json, prepared.as_dict(), prepared.lines())
         return 0 if prepared.ok else 1
     for check in prepared.checks:
         if prepared.ok and check.result == "unknown":
             print_error(f"warning: {check.name}: {check.text}")
     path = actions.begin(prepared, actions.who())
     name = launches.launch_id(path)
+    start = [f"{name}: {each.text}" for each in prepared.checks if each.name == "resume"]
+    start = start if chosen.resume else []
     if options.wait:
         if not options.json:
             print_line(f"launched {name} in {path}; ctrl+c leaves, the run continues")
             for text in start:
-                print_line(f"{name} {text}")
+                print_line(text)
         return follow(RunSource(path), options.json)
     known = chosen.run_dir is None and options.root == launches.ROOT
     line = f"launched {name} in {path}; to follow it: {command('watch', name if known else path)}"
-    show(options.json, {"id": name, "path": str(path)}, [line, *(f"{name} {x}" for x in start)])
+    show(options.json, {"id": name, "path": str(path)}, [line, *start])
     return 0
 
 
@@ -134,12 +133,9 @@ def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> 
     except EOFError:
         raise ContractError(f"the process that accesses {path} died: {unknown}") from None
     if event is None:
-        why = ""
-        with contextlib.suppress(TimeoutError, EOFError):
-            why = within(SPARE_S, lambda: _reason(path, action))
         raise ContractError(
-            f"no answer to {action} {limit}; the request remains and may still be executed; "
-            f"{why or 'see ' + command('status', path)}"
+            f"no answer to {action} {limit}; the request remains and may still be executed; see "
+            f"{command('status', path)}"
         )
     detail = event.get("detail")
     more = (f"  {clean(str(line))}" for line in (detail if isinstance(detail, list) else ()))
@@ -151,17 +147,6 @@ def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> 
         error.exit_code = error.exit_code if is_done else RefusedError.exit_code
         raise
     return 0 if is_done else RefusedError.exit_code
-
-
-def _reason(path: Path, action: str) -> str:
-    """Returns that the supervisor is stopped or on another host, or "" if neither is known."""
-    with contextlib.suppress(ContractError):  # this error would say that nothing was sent
-        host, stopped = targets.host_and_stopped(path, ACTIONS[action])
-        if pids := " ".join(map(str, stopped)):
-            return f"the supervisor (pid {pids}) is stopped, kill -CONT {pids} resumes it"
-        if host:
-            return f"the supervisor is on {host}, see {command('status', path)}"
-    return ""
 
 
 def within(limit_s: float, work: Callable[[], T]) -> T:

@@ -10,11 +10,11 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from console import status_text
-from console.model import PhaseState, RunState
+from console.model import RunState
 from console.sources.sanitize import clean
 from trainers.contract import jsonl
 from trainers.contract.errors import ContractError
@@ -153,8 +153,11 @@ class Changes:
 def _values(state: RunState) -> Iterator[tuple[str, object, str]]:
     """Yields for each thing that may change: a key, its present value, and a sentence or ""."""
     launch, verdict = state.launch, state.verdict
-    phases, current = (launch.phases, launch.phase) if launch else ((), 0)
-    yield from _phases_ended(phases[:current])
+    for phase in launch.phases if launch else ():
+        if phase.result:
+            gates = status_text.gates_text(phase)
+            text = f"Phase {phase.name} is {phase.state}{f', {gates}' if gates else ''}"
+            yield f"phase {phase.name}", (phase.state, phase.result), text
     why = f": {state.why}" if state.why else ""
     yield "state", (state.id, state.state, state.attempt), f"{state.id} is {state.state}{why}"
     for alert in state.alerts:
@@ -168,21 +171,12 @@ def _values(state: RunState) -> Iterator[tuple[str, object, str]]:
     yield "blocked", blocked, text
     for gate in state.gates:
         yield f"gate {state.id} {gate.name}", gate.result, f"Gate {status_text.gate_line(gate)}"
-    yield from _phases_ended(phases[current:])
     if launch:
         why = status_text.outcome(state)[1] if launch.state == "ended" else launch.why
         if state.why and state.why in why:
             why = why.partition(state.why)[2].removeprefix("; ")
         text = f"Launch {launch.id} is {launch.state}" + (f": {why}" if why else "")
         yield "launch", (launch.state, launch.why), text
-
-
-def _phases_ended(phases: Sequence[PhaseState]) -> Iterator[tuple[str, object, str]]:
-    for phase in phases:
-        if phase.result:
-            gates = status_text.gates_text(phase)
-            text = f"Phase {phase.name} is {phase.state}{f', {gates}' if gates else ''}"
-            yield f"phase {phase.name}", (phase.state, phase.result), text
 
 
 def _figures(state: RunState) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 import time
 from collections import Counter
 from dataclasses import replace
@@ -17,7 +16,6 @@ from pathlib import Path
 from console import status_text
 from console.commands.output import (
     Changes,
-    is_terminal,
     print_error,
     print_line,
     show,
@@ -115,13 +113,7 @@ def check(options: argparse.Namespace) -> int:
     if options.measure or options.end_leftovers:
         text = f"--measure and --end-leftovers need a plan; {options.run!r} is not a plan"
         raise UsageError(text)
-    try:
-        return _check_run(options)
-    except (NotFoundError, UsageError):
-        if plan := catalog.misspelt(options.run):
-            text = f"{options.run!r} is not the name of a plan or run; did you mean {plan!r}?"
-            raise UsageError(text) from None
-        raise
+    return _check_run(options)
 
 
 def _check_plan(options: argparse.Namespace) -> int:
@@ -142,18 +134,15 @@ def _check_plan(options: argparse.Namespace) -> int:
 
 
 def _end_leftovers(confirmed: bool) -> None:
-    """Lists trainers without a supervisor; after a confirmation, ends the leftovers of launches."""
+    """Lists trainers without a supervisor; with a confirmation, ends the leftovers of launches."""
     from console import leftovers
 
     found, others = leftovers.find()
     for text in (*others, *(f"{each.name} can be ended" for each in found)):
         print_error(text)
     if found and not confirmed:
-        if not is_terminal():
-            raise UsageError("--end-leftovers needs --yes without a terminal; nothing was ended")
-        print_error(f"y ends these processes; {program()} adopt RUN continues their run instead")
-        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
-            raise UsageError("not confirmed; nothing was ended")
+        adopt = f"{program()} adopt RUN continues their run instead"
+        raise UsageError(f"nothing was ended; add --yes to end these processes; {adopt}")
     for text in leftovers.end(found) if found else ["no process is a leftover of a launch"]:
         print_error(text)
 
@@ -196,14 +185,10 @@ def _basis(run: RunSource, state: RunState) -> str:
     if not is_live and (state.state != "completed" or any(gate.blocks for gate in state.gates)):
         return f"based only on {rundir.GATES}"
     has_snapshot, ts, count = run.counted
-    records = f"the {status_text.counted(count, 'record')} that were read"
+    records = status_text.counted(count, "record")
     if has_snapshot:
-        of = f"{rundir.SNAPSHOT} of {status_text.age(liveness.age(ts))} ago"
-        path = (run.is_launch and run.launch_path) or state.path
-        full = f"{command('check', path, '--full')} replays all records"
-        records = f"{of} and {status_text.counted(count, 'record')} after it; {full}"
-    elif run.has_all_records and not state.behind_bytes:
-        records = f"all {status_text.counted(count, 'record')}"
+        age = status_text.age(liveness.age(ts))
+        records = f"{rundir.SNAPSHOT} of {age} ago and {records} after it"
     return f"based on {'' if is_live else f'{rundir.GATES} and '}{records}"
 
 
@@ -262,13 +247,13 @@ def report(options: argparse.Namespace) -> int:
     path = launches.find(options.run, options.root)
     output = options.output
     if output is None:
-        *_, files = reports.versions(path)
+        files = reports.files(path)
         show(options.json, {"path": str(path), "report": files[path]}, [files[path].rstrip("\n")])
         return 0
     if output.suffix != ".md" or not output.parent.is_dir():
         raise UsageError(f"--output {output}: it must be NAME.md, in an existing directory")
     try:
-        *_, files = reports.versions(path, output)
+        files = reports.files(path, output)
         reports.save(files)
     except OSError as error:
         raise RefusedError(f"cannot write {output}: {error.strerror}") from error

@@ -19,12 +19,8 @@ ANSWER_S = 15.0
 LONGEST_S = 86_400.0
 LEGACY = "Legacy run directories are accepted; missing files are skipped.\n"
 HALTS = (
-    "With --halt, a rule with * halts the run if its condition has lasted three times\n"
-    "the listed time and a second source confirms the condition. If the rule has a\n"
-    'value after "halts at", this value must be reached too. The same applies to a\n'
-    "rule to which the plan gives the action halt, stop or restart. A stall must have\n"
-    "lasted at least three stall limits and at least watch.stall_act_s of the plan\n"
-    "(default: 1800 s; 900 s in a legacy run directory).\n"
+    "With --halt, a rule with *, and a rule to which the plan gives the action halt,\n"
+    "stop or restart, can halt the run; docs/watch-rules.md lists the conditions.\n"
 )
 
 # --- types of options --------------------------------------------------------------------------
@@ -188,9 +184,7 @@ QUERIES: tuple[Command, ...] = (
         option("--output", type=path, metavar="FILE",
                help="new file with the ending .tar.gz (default: bundle-ID-TIME.tar.gz in the "
                "working directory)"),
-    ), "MANIFEST.json in the archive lists the size and SHA-256 of each file, and what\n"
-       "was cut off or left out. The other files have at most 64 MiB. No link inside\n"
-       "a run directory is followed.\n" + LEGACY,
+    ), "MANIFEST.json in the archive lists its files, and what was cut off or left out.\n" + LEGACY,
        "diagnose.bundle"),
     Command("watchdog", "Evaluate the watch rules on a run until it ends.", (
         "watchdog latest", "watchdog runs/by_hand --halt --interval 30",
@@ -209,8 +203,8 @@ QUERIES: tuple[Command, ...] = (
                     help="also measure the devices, the first batch and the attention of a plan; "
                          "this takes at most 5 minutes"),
              option("--end-leftovers", action="store_true",
-                    help="before the check, end the trainers whose supervisor is dead; asks for "
-                         "confirmation"),
+                    help="before the check, list the trainers without a supervisor; with --yes, "
+                         "end those whose supervisor is dead"),
              option("--yes", action="store_true", help="confirm --end-leftovers"),
              option("--full", action="store_true",
                     help="read all records of the run instead of its snapshot; may take minutes")),
@@ -220,9 +214,6 @@ QUERIES: tuple[Command, ...] = (
     Command("compare", "Compare the variants of the sweeps in a launch.",
             ("compare latest", "compare latest --json"), (_run("LAUNCH"),),
             "A sweep is a phase of the plan with variants and rounds, see docs/plans.md.\n"
-            "Variants are called different only if their difference is significant. If runs\n"
-            "differ in more than the flags and settings of their variants, their sweep is not\n"
-            "compared.\n"
             "Exit code 0: all sweeps were compared; 1: at least one sweep was not.\n",
             "query.compare"),
     Command("report", "Print the report of a launch or run as Markdown.",
@@ -230,9 +221,8 @@ QUERIES: tuple[Command, ...] = (
         _run(),
         option("--output", type=path, metavar="FILE",
                help="write FILE (NAME.md), and its charts, if any: NAME-loss.svg, NAME-speed.svg"),
-    ), "The report shows gates, speed, figures with file and window, environment, files,\n"
-       "and what was not measured. When a plan ends, its supervisor writes report.md.\n"
-       "The exit code does not depend on the result of the run.\n"
+    ), "When a plan ends, its supervisor writes report.md. The exit code does not depend\n"
+       "on the result of the run.\n"
        + LEGACY, "query.report"),
     Command("logs", "Print the logs of a run, merged or of one rank.",
             ("logs latest", "logs latest --rank 0 -f", "logs latest --grep 'Error|warn'"), (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 
 from console import plan as plans_module
@@ -41,8 +40,6 @@ def find(name: str) -> Path:
     path, known = Path(name), files()
     if path.is_file():
         return path
-    if path.suffix in ENDINGS:
-        raise UsageError(f"there is no plan file {name}; pass a YAML file or a plan's name")
     if name not in known:
         raise UsageError(f"there is no plan {name!r}{did_you_mean(name, known)}")
     return known[name]
@@ -65,15 +62,6 @@ def load(name: str) -> Plan:
             "never; set restart: crash, or give the rule another action"
         )
     return plan
-
-
-def misspelt(name: str) -> str:
-    """Returns the plan name that is most similar to a word.
-
-    Returns "" if no name is similar, or if the word begins with that name.
-    """
-    near = difflib.get_close_matches(name, files(), n=1)
-    return near[0] if near and not name.startswith(near[0]) else ""
 
 
 def plans() -> tuple[list[Plan], list[str]]:

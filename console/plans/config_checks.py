@@ -8,18 +8,21 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.machinery import PathFinder
 from pathlib import Path
+from typing import Any
 
 from console import access
+from console.model import Result
 from console.plans import gates, gpu_checks, launch_facts, sweep
 from console.plans.case import Case, Found
 from console.plans.gate_check import RESUME
 from console.sources.rank_totals import LAST_STEPS
 from console.status_text import size
 from trainers import manifest, settings
-from trainers.contract import data_access, drill_kinds, flags
+from trainers.contract import data_access
 from trainers.contract.errors import RefusedError
 
 KEYS = {
@@ -62,34 +65,26 @@ def _is_there(module: str) -> bool:
 
 
 def config(case: Case, index: int) -> Found:
-    """Checks the steps, gates, statistics and drills of a phase, and the facts that it expects.
+    """Checks the steps, gates and statistics of a phase, and the facts that it expects.
 
-    If settings of `--set` may explain each wrong fact, the result is only a warning.
+    If a setting of `--set` may be the cause of a failure, the result is only a warning.
     """
     phase, resolved = case.plan.phases[index], case.settings[index]
     why = gates.why_no_single(case.plan.phases, index)  # possible after --phase, --nproc, resume
     if not resolved:
-        ignored = [name for name in phase.flags if flags.lookup(name).setting]
-        texts = [why, f"it may ignore {', '.join(ignored)}" * bool(ignored)]
-        text = "; ".join(filter(None, ("a foreign program, not checked", *texts)))
-        return "unknown" if any(texts) else "pass", text
+        return "unknown" if why else "pass", why or "a foreign program, not checked"
     steps, least = case.value(index, "train.steps"), sweep.LEAST_STEPS
     if phase.sweep and steps < least:
         text = f"train.steps is {steps}, and a run of a sweep needs at least {least} steps"
         return "fail", f"{text} to be compared; correct train.steps"
     if steps < LAST_STEPS and (names := gates.needing(phase.gates, gates.OF_LAST_STEPS)):
         text = f"train.steps is {steps}, and {', '.join(names)} needs {LAST_STEPS} steps"
-        by_hand = resolved["train.steps"]["origin"] == settings.COMMAND_LINE
-        return "unknown" if by_hand else "fail", f"{text}; correct train.steps, or remove the gate"
-    origin = resolved[STATISTICS]["origin"]
+        return _failure(resolved, "train.steps"), f"{text}; correct train.steps, or remove the gate"
     if case.value(index, STATISTICS) and (names := gates.needing(phase.gates, gates.OF_STATISTICS)):
-        text = f"{STATISTICS}=true ({origin}) leaves {', '.join(names)} without a value"
-        result = "unknown" if origin == settings.COMMAND_LINE else "fail"
-        return result, f"{text}; use NSA_DISABLE_AUX_STATS=0"
-    drills = drill_kinds.parse(case.value(index, "train.drill"), "train.drill")
-    if none := [drill for drill in drills if (drill.rank or 0) >= phase.nproc]:
-        ranks = f"{phase.name} has only the ranks below {phase.nproc}"
-        return "unknown", f"the drill {none[0]} does not happen, because {ranks}"
+        text = f"{STATISTICS}=true ({resolved[STATISTICS]['origin']}) leaves {', '.join(names)}"
+        return _failure(
+            resolved, STATISTICS
+        ), f"{text} without a value; use NSA_DISABLE_AUX_STATS=0"
     found = _figures(case, index)
     text = (
         f"{len(resolved)} settings are valid: {found.parameters:,} parameters, sequences of "
@@ -98,23 +93,26 @@ def config(case: Case, index: int) -> Found:
     )
     expected = {name: fact for name, fact in asdict(phase.expects).items() if fact and name in KEYS}
     wrong = {name: fact for name, fact in expected.items() if getattr(found, name) != fact}
-    if not wrong and why:
+    if wrong:
+        said = "; ".join(
+            f"{name} is {getattr(found, name):,}, and the plan expects {fact:,}"
+            for name, fact in wrong.items()
+        )
+        used = phase.config or "no config, so it trains the built-in toy"
+        results = {_failure(resolved, *KEYS[name]) for name in wrong}
+        return "fail" if "fail" in results else "unknown", (
+            f"{said}; the phase uses {used}; correct --set, or config, set, nproc or expects of "
+            "the phase"
+        )
+    if why:
         return "unknown", why
-    if not wrong:
-        return "pass", f"{text}{', as the plan expects' if expected else ''}"
-    said = "; ".join(
-        f"{name} is {getattr(found, name):,}, and the plan expects {fact:,}"
-        for name, fact in wrong.items()
-    )
-    by_hand = [key for key, entry in resolved.items() if entry["origin"] == settings.COMMAND_LINE]
-    chosen = {name: [key for key in by_hand if key.startswith(KEYS[name])] for name in wrong}
-    if all(chosen.values()):
-        keys = sorted({key for keys in chosen.values() for key in keys})
-        return "unknown", f"{said}; changed by --set {', '.join(keys)}"
-    used = phase.config or "no config, so it trains the built-in toy"
-    return "fail", (
-        f"{said}; the phase uses {used}; correct config, set or nproc of the phase, or its expects"
-    )
+    return "pass", f"{text}{', as the plan expects' if expected else ''}"
+
+
+def _failure(resolved: Mapping[str, Any], *prefixes: str) -> Result:
+    """Returns "unknown" if `--set` changed a setting with one of the prefixes, or else "fail"."""
+    by_hand = (key for key, entry in resolved.items() if entry["origin"] == settings.COMMAND_LINE)
+    return "unknown" if any(key.startswith(prefixes) for key in by_hand) else "fail"
 
 
 def checkpoint_bytes(case: Case) -> int:
@@ -129,17 +127,11 @@ def _figures(case: Case, index: int) -> launch_facts.Figures:
 def disk(case: Case) -> Found:
     """Checks the free space for the checkpoints of each phase (`_kept_bytes`), and for records."""
     checkpoints = sum(_kept_bytes(case, i) for i, held in enumerate(case.settings) if held)
-    needed, why = checkpoints + RECORDS_BYTES, "the file system reports no size"
-    folder = nearest_folder(case.directory)
-    try:
-        total, _, free = shutil.disk_usage(folder)
-    except OSError as error:
-        total = free = 0
-        why = error.strerror
+    needed, folder = checkpoints + RECORDS_BYTES, nearest_folder(case.directory)
+    total, _, free = shutil.disk_usage(folder)
     if not total:
-        return "unknown", (
-            f"the free space at {folder} is not available ({why}); the launch needs {size(needed)}"
-        )
+        text = f"the file system of {folder} does not report its space"
+        return "unknown", f"{text}; the launch needs {size(needed)}"
     if free < needed:
         return "fail", (
             f"{folder} has {size(free)} free, and the launch needs {size(needed)} "
@@ -195,7 +187,7 @@ def resume(case: Case) -> Found:
             )
         except manifest.CheckpointError as error:
             return "fail", f"{phase.name} cannot resume: {error}; correct {RESUME}"
-        found.append(f"{phase.name}: {path}")
+        found.append(f"{phase.name} resumes from {path}")
     return "pass", ", ".join(found) or "no phase resumes from another run"
 
 
@@ -232,7 +224,8 @@ def gpu_memory(case: Case) -> Found:
 def _least_bytes(case: Case, index: int) -> int:
     """Returns a rank's least memory: weights, gradients, moments, activations and logits.
 
-    The memory that the attention needs depends on its route and is not included.
+    The memory that the attention needs depends on its route and is not included. If some layers are
+    recomputed, all count as recomputed.
     """
     batch, sequence, layers, dim, hidden, vocabulary, precision, recompute, strategy = (
         case.value(index, key)
@@ -242,12 +235,9 @@ def _least_bytes(case: Case, index: int) -> int:
     )  # fmt: skip
     ranks = case.plan.phases[index].nproc if strategy == "fsdp" else 1
     state = STATE_BYTES * _figures(case, index).parameters // ranks
-    blocks = {"none": "0:0", "all": f"0:{layers}"}.get(recompute, str(recompute))
-    first, _, end = blocks.partition(":")
-    again = int(end) - int(first)
-    kept = again * dim + (layers - again) * (8 * dim + 3 * hidden)
+    of_layer = 8 * dim + 3 * hidden if recompute == "none" else dim
     value = 2 if precision in ("bf16", "fp16") else 4
-    return state + batch * sequence * (kept * value + vocabulary * 8)
+    return state + batch * sequence * (layers * of_layer * value + vocabulary * 8)
 
 
 def data(case: Case) -> Found:

@@ -210,7 +210,7 @@ def so_far(source: RunSource, state: RunState) -> tuple[Gate, ...]:
     run_json, document = (found or {} for found in _documents(run))
     summary, bounds = _complete(source, state, run_json, document), jsonl.mapping(run_json, "gates")
     if not isinstance(summary, str):
-        return gates.so_far(summary, bounds)
+        return gates.evaluate(summary, bounds, is_live=True)
     known = {name: bound for name, bound in bounds.items() if name in gates.RULES}
     return gates.unknown(known, summary)
 

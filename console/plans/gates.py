@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from console.model import LOSS_UNIT, RESULTS, Gate, Result
@@ -201,7 +201,8 @@ def evaluate(
     """Returns every gate of a phase as a `Gate`.
 
     A gate with `at` has one more result for each step in `at`, with the name `NAME@STEP`. If the
-    run `is_live`, its newest records do not count as missing, because the run still writes them.
+    run `is_live`, its newest records do not count as missing, because the run still writes them,
+    and a gate that fails so far is unknown, unless it is `certain` or evaluated at a step.
     """
     summary.is_live = is_live
     return tuple(_gate(rule, wanted, summary, at) for rule, wanted, at in _each(bounds))
@@ -230,24 +231,6 @@ def reached(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
     )  # fmt: skip
 
 
-def so_far(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
-    """Returns the gates of a run that has not ended, over the records so far.
-
-    A gate that fails so far is unknown, unless it is `certain` or evaluated at a step.
-    """
-    found = evaluate(summary, bounds, is_live=True)
-    return tuple(
-        replace(_undecided(gate, rule), window=f"{gate.window}, so far")
-        for gate, (rule, *_) in zip(found, _each(bounds), strict=True)
-    )
-
-
-def _undecided(gate: Gate, rule: GateRule) -> Gate:
-    if gate.result != "fail" or rule.certain or "@" in gate.name:
-        return gate
-    return replace(gate, result="unknown", why=gate.why or "not met so far; the run has not ended")
-
-
 def unknown(bounds: Mapping[str, Any], why: str) -> tuple[Gate, ...]:
     """Returns all gates of a phase with the result unknown and the reason `why`."""
     return tuple(
@@ -272,7 +255,10 @@ def _gate(rule: GateRule, wanted: Demand, summary: Summary, at: int) -> Gate:
     elif rule.certain or not why:
         result = "fail"
     why = found.why if result != "unknown" else why
-    window = ", ".join(filter(None, (rule.span, found.window, totals.name)))
+    is_open = summary.is_live and not at
+    if is_open and result == "fail" and not rule.certain:
+        result, why = "unknown", why or "not met so far; the run has not ended"
+    window = ", ".join(filter(None, (rule.span, found.window, totals.name, "so far" * is_open)))
     unit = totals.loss_unit if rule.unit == LOSS_UNIT else rule.unit
     return Gate(
         named(rule, at), found.value, unit, window, rule.source, f"{sign} {limit:g}", result,

@@ -15,7 +15,7 @@ from console.plans.case import Case, Found
 from console.sources import nvml
 from console.sources.gpu_survey import Card
 from console.sources.ranks import visible
-from trainers.contract import environ, flags
+from trainers.contract import flags
 
 BUSY_PCT, BUSY_MIB = 20.0, 2048.0
 """A GPU above one of these limits is busy, even if NVML reports no process on it."""
@@ -70,21 +70,15 @@ def device(case: Case) -> Found:
     """
     plan = case.plan
     for index, phase in enumerate(plan.phases):
-        setting = case.settings[index].get("train.device")
-        if plan.gpus == 0:
-            if setting and setting["value"] == "cuda" and torch_cuda() is None:
-                return "fail", (
-                    f"the phase {phase.name!r} trains on cuda (train.device, {setting['origin']}), "
-                    "and torch is built without CUDA; remove that setting"
-                )
+        if not (setting := case.settings[index].get("train.device")):
             continue
-        if setting and setting["value"] != "cuda":
-            return "fail", (
-                f"the plan {plan.name} needs GPUs, and the phase {phase.name!r} trains on "
-                f"{setting['value']} (train.device, {setting['origin']}); remove that setting, or "
-                "set gpus: 0"
-            )
-        if setting and phase.nproc > plan.gpus:
+        trains = f"the phase {phase.name!r} trains on {setting['value']}"
+        chosen = f"{trains} (train.device, {setting['origin']}); remove that setting"
+        if plan.gpus == 0 and setting["value"] == "cuda" and torch_cuda() is None:
+            return "fail", f"torch is built without CUDA, and {chosen}"
+        if plan.gpus and setting["value"] != "cuda":
+            return "fail", f"the plan {plan.name} needs GPUs, and {chosen}, or set gpus: 0"
+        if phase.nproc > plan.gpus > 0:
             return "fail", (
                 f"the phase {phase.name!r} has {phase.nproc} ranks for gpus: {plan.gpus}; each "
                 "rank needs a GPU of its own"
@@ -192,13 +186,11 @@ def driver(case: Case) -> Found:
 
 
 def nccl(case: Case) -> Found:
-    """For a plan with GPUs, reports flags of `SLOW`, and files that configure NCCL."""
+    """For a plan with GPUs, reports flags of `SLOW`."""
     if not case.plan.gpus:
         return "pass", "no GPU is needed"
     parts = (case.plan.env, *(phase.flags for phase in case.plan.phases))
     given = {item for each in parts for item in each.items()}
     found = [f"{name}={value} {effect}" for name, value, effect in SLOW if (name, value) in given]
-    files = [case.root / "etc/nccl.conf", Path(environ.get("HOME") or "/") / ".nccl.conf"]
-    found += [f"{each} configures NCCL too" for each in files if each.is_file()]
     chosen = "NCCL chooses by the topology, except for the flags of the plan"
     return ("unknown", "; ".join(found)) if found else ("pass", chosen)

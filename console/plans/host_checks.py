@@ -27,10 +27,8 @@ SHM_PER_RANK = 1 << 20
 NCCL_SHM_PER_RANK = 64 << 20
 """Approximate size of NCCL's buffers in /dev/shm, per rank."""
 TRAINER = re.compile(r"-m trainers\.(ddp|fsdp)\b|\btrain_showcase(_fsdp)?\.py\b")
-TORCHRUN = re.compile(r"\btorchrun\b|\btorch\.distributed\.run\b")
 SUPERVISOR = "console.supervisor"
-END = "check PLAN --end-leftovers"
-MAX_SHOWN, MAX_COMMAND = 8, 4096
+MAX_SHOWN = 8
 LIBRARIES = ("NCCL_", "TORCH_", "PYTORCH_", "CUDA_")
 """Prefixes of the variables that configure the libraries of a training."""
 LEAST_MEMORY_GIB_PER_RANK = 0.5
@@ -46,32 +44,12 @@ SESSION, USER_MANAGER = "/session-", "/user@"
 
 
 def cores(case: Case) -> Found:
-    """Warns if the ranks of the largest phase and of other trainings exceed the usable cores."""
-    cores, others = len(os.sched_getaffinity(0)), _living_ranks(case.root / "proc")
-    of_others = f" and {others} of other trainings" if others else ""
-    text = f"{counted(case.nproc, 'process')}{of_others} on {counted(cores, 'core')}"
-    if case.nproc + others > cores:
+    """Warns if the largest phase has more ranks than there are usable cores."""
+    cores = len(os.sched_getaffinity(0))
+    text = f"{counted(case.nproc, 'process')} on {counted(cores, 'core')}"
+    if case.nproc > cores:
         return "unknown", f"{text}: they share cores and run slower"
     return "pass", text
-
-
-def _living_ranks(proc: Path) -> int:
-    """Returns the number of ranks of other trainings, as far as this user can see them.
-
-    The children of a rank have its environment, so ranks are counted by their number. A trainer
-    without a number is a rank of its own, unless its command is torchrun.
-    """
-    found = set[object]()
-    for folder in proc.glob("[0-9]*"):
-        pid, command = int(folder.name), _command(folder)
-        variables = process.environment(pid, str(proc))
-        is_trainer = TRAINER.search(command) is not None
-        if "RANK" in variables and (is_trainer or environ.TOKEN in variables):
-            training = variables.get(environ.TOKEN) or variables.get("MASTER_PORT")
-            found.add((training, variables["RANK"]))
-        elif is_trainer and not TORCHRUN.search(command):
-            found.add(pid)
-    return len(found)
 
 
 def memory(case: Case) -> Found:
@@ -87,31 +65,23 @@ def memory(case: Case) -> Found:
 
 
 def clock(case: Case) -> Found:
-    """Compares the clock with the creation time and the uptime that the newest launch recorded.
+    """Fails if the newest launch is in the future, by two times.
 
-    The check fails only if the creation time and the modification time of that launch's plan.json
-    are both more than `JUMP_S` in the future.
+    These are the creation time in its plan.json and the modification time of this file; both must
+    be more than `JUMP_S` in the future.
     """
     newest = next(iter(launches.launches(case.artifacts)), None)
-    record = (rundir.read_json(newest / rundir.PLAN) if newest else None) or {}
-    created, up_s = jsonl.number(record, "created_ts"), jsonl.number(record, "up_s")
     if newest is None:
         return "pass", "no earlier launch to compare with"
-    now, name = time.time(), clean(newest.name)
-    if created is None:
-        return "unknown", f"{rundir.PLAN} of the launch {name} has no valid time; remove the launch"
-    ahead_s = min(created, (newest / rundir.PLAN).stat().st_mtime) - now
+    path, name = newest / rundir.PLAN, clean(newest.name)
+    created = jsonl.number(rundir.read_json(path) or {}, "created_ts") or 0.0
+    ahead_s = min(created, path.stat().st_mtime) - time.time()
     if ahead_s > JUMP_S:
         return "fail", (
             f"the clock is {age(ahead_s)} behind the launch {name}; set it (timedatectl), or pass "
             "another --root if that launch had a wrong clock"
         )
-    if jsonl.text(record, "boot_id") == rundir.boot_id() and up_s is not None:
-        jumped_s = now - created - (time.clock_gettime(time.CLOCK_BOOTTIME) - up_s)
-        if abs(jumped_s) > JUMP_S:
-            way = "forward" if jumped_s > 0 else "back"
-            return "unknown", f"the clock jumped {way} by {age(abs(jumped_s))} since {name}"
-    return "pass", "no jump found since the newest launch"
+    return "pass", "not behind the newest launch"
 
 
 def limits(case: Case) -> Found:
@@ -181,43 +151,32 @@ def leftovers(case: Case) -> Found:
     if not found:
         return "pass", "no trainer runs without a supervisor"
     on_gpu = [pid for pid in found if case.plan.gpus and opened_by(pid, str(proc))]
-    dead, others = list[int](), list[int]()
-    for pid in on_gpu or found:
-        (others if liveness.why_foreign(*_run_of(pid, str(proc))) else dead).append(pid)
-    texts = (
-        (dead, f"of a dead supervisor: {END} ends them"),
-        (others, "of no launch of yours (started by hand?): wait for them, or ask their owner"),
-    )
-    parts = [f"pid {' '.join(map(str, pids[:MAX_SHOWN]))} {text}" for pids, text in texts if pids]
+    pids = " ".join(map(str, (on_gpu or found)[:MAX_SHOWN]))
     what = "have GPUs open" if on_gpu else "share this machine"
     result: Result = "fail" if on_gpu else "unknown" if case.plan.gpus else "pass"
-    return result, f"trainers without a supervisor {what}: {'; '.join(parts)}"
+    return result, (
+        f"trainers without a supervisor {what}: pid {pids}; check PLAN --end-leftovers lists "
+        "them, and ends those of a dead supervisor"
+    )
 
 
 def unsupervised(proc: Path) -> list[int]:
     """Returns the pids of the trainers without a supervisor that is alive."""
-    commands = {int(each.name): _command(each) for each in proc.glob("[0-9]*")}
+    commands = {
+        pid: procfs.read_text(f"{proc}/{pid}/cmdline").replace("\0", " ")
+        for pid in procfs.numbers_in(str(proc))
+    }
     trainers = sorted(pid for pid, command in commands.items() if TRAINER.search(command))
     return [pid for pid in trainers if not _is_supervised(pid, str(proc), commands)]
-
-
-def _command(folder: Path) -> str:
-    """Returns at most `MAX_COMMAND` bytes of a process's command line, or "" after an error."""
-    data = jsonl.read_bytes(folder / "cmdline", MAX_COMMAND, 0)
-    return data.replace(b"\0", b" ").decode(errors="replace")
 
 
 def _is_supervised(pid: int, proc: str, commands: dict[int, str]) -> bool:
     """Returns whether a process descends from a supervisor, or a supervisor adopted its run."""
     if any(SUPERVISOR in commands.get(each, "") for each in procfs.lineage(pid, proc)):
         return True
-    return liveness.is_adopted(*_run_of(pid, proc))
-
-
-def _run_of(pid: int, proc: str) -> tuple[Path, str]:
-    """Returns the run directory and the token from a process's environment; each may be empty."""
     variables = process.environment(pid, proc)
-    return Path(variables.get(environ.RUN_DIR, "")), variables.get(environ.TOKEN, "")
+    run = Path(variables.get(environ.RUN_DIR, ""))
+    return liveness.is_adopted(run, variables.get(environ.TOKEN, ""))
 
 
 def code(case: Case) -> Found:
@@ -277,22 +236,14 @@ def at_logout(root: Path, uid: int, user: str) -> Found:
         return "unknown", "not available: systemd-logind does not answer busctl"
     place = (root / "proc/self/cgroup").read_text(errors="replace")
     lingers = (root / LINGER / user).exists()
-    found = []
-    if USER_MANAGER in place and not lingers:
-        found.append(f"the run ends when {user} logs out, because it belongs to the user manager")
-    elif SESSION in place and kills and uid:  # root is excluded by default
-        found.append(
-            f"logind has KillUserProcesses=yes and kills the run when {user} logs out: launch with "
-            "systemd-run --user --scope"
-        )
-    if removes and not lingers and uid >= LEAST_UID:
-        found.append(
-            f"logind has RemoveIPC=yes and removes the shared memory of the run when {user} logs "
-            "out, so no stack can be dumped"
-        )
-    if not found:
+    ends = (USER_MANAGER in place and not lingers) or (SESSION in place and kills and uid)
+    harm = "ends the run" if ends else "removes the shared memory of the run"
+    if not ends and (not removes or lingers or uid < LEAST_UID):
         return "pass", "the run survives a logout"
-    return "unknown", f"{'; '.join(found)}; run loginctl enable-linger {user}"
+    return "unknown", (
+        f"systemd-logind {harm} when {user} logs out; run loginctl enable-linger {user}, and "
+        "launch with systemd-run --user --scope"
+    )
 
 
 def hook(case: Case) -> Found:
@@ -304,7 +255,6 @@ def hook(case: Case) -> Found:
     ):
         if argv and shutil.which(argv[0], path=environ.inherited().get("PATH")) is None:
             result = "unknown"
-            where = "it is no program" if "/" in argv[0] else "no such program in PATH"
-            texts.append(f"cannot run {argv[0]}: {where}")
+            texts.append(f"cannot run {argv[0]}: there is no such program")
         texts += [f"{when} {every_s:g} s: {shlex.join(argv)}"] if argv else []
     return result, "; ".join(texts) or "no hook is set"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from console.sources.rank_totals import FIGURES, FIRST_LOSSES, LAST_STEPS, RankTotals
@@ -90,14 +90,6 @@ def loss_finite(s: Summary) -> Measured:
     return Measured(float(total) if known or total else None, "", first, doubt)
 
 
-def _mean(values: Sequence[float]) -> float:
-    """Returns the mean, or nan if the sum overflows or is not defined."""
-    try:
-        return math.fsum(values) / len(values)
-    except (OverflowError, ValueError):
-        return math.nan
-
-
 def loss_fall(s: Summary) -> Measured:
     first = s.of_rank(0).first_losses
     newest = [
@@ -106,7 +98,7 @@ def loss_fall(s: Summary) -> Measured:
     last = newest[-FIRST_LOSSES:]
     if min(len(first), len(last)) < FIRST_LOSSES or last[0][0] <= first[-1][0]:
         return Measured(None, why=f"{2 * FIRST_LOSSES} progress records are needed")
-    before, after = (_mean([loss for _, loss in each]) for each in (first, last))
+    before, after = (sum(loss for _, loss in each) / FIRST_LOSSES for each in (first, last))
     text = f"mean of the first {FIRST_LOSSES} records minus mean of the last {FIRST_LOSSES}"
     return Measured(before - after, text, f"{before:.3f} to {after:.3f}")
 
@@ -214,12 +206,10 @@ def scaling(s: Summary) -> Measured:
     figures, files = s.of_rank(0).figures(), s.files
     rate = figures["toks_per_s"]
     if files is None or not files.single_toks_per_s or rate is None:
-        why = f"toks_per_s_50_above of {files.single if files else ''} did not pass, or differs "
-        why += "from its last records"
-        why = why if files and files.single else "no earlier phase of the launch has one rank"
-        return Measured(
-            None, why=why if rate else "the durations of the last steps are not complete"
-        )
+        return Measured(None, why=(
+            "no earlier phase with one rank has a confirmed speed, or the durations of the last "
+            "steps are not complete"
+        ))  # fmt: skip
     single = files.single_toks_per_s
     text = f"{number(rate)} tok/s on {counted(s.world, 'rank')}, {number(single)} tok/s on one"
     window, doubt = f"last steps, against {files.single}", _few(figures["steps"])

@@ -53,7 +53,7 @@ TABLE: tuple[Row, ...] = (
     Row("gpus", gpu_checks.gpus, DRIVER),
     Row("driver", gpu_checks.driver, DRIVER), Row("gpu memory", config_checks.gpu_memory, DRIVER),
     Row("nccl", gpu_checks.nccl, PLAN), Row("leftovers", host_checks.leftovers, PROCESSES),
-    Row("cores", host_checks.cores, PROCESSES), Row("memory", host_checks.memory),
+    Row("cores", host_checks.cores), Row("memory", host_checks.memory),
     Row("shm", host_checks.shm), Row("limits", host_checks.limits), Row("ports", host_checks.ports),
     Row("clock", host_checks.clock, DISK), Row("disk", config_checks.disk, DISK),
     Row("directory", config_checks.directory, DISK), Row("resume", config_checks.resume, DISK),
@@ -79,11 +79,7 @@ def run(case: Case, said: Callable[[str], None] | None = None) -> tuple[Check, .
     answers: dict[str, Future[Found]] = {row.name: Future() for row in rows}
     for need in {row.needs for row in rows}:
         work = [(row.check, answers[row.name]) for row in rows if row.needs == need]
-        thread = threading.Thread(target=_answer, args=(case, work), name="preflight", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:  # no thread can be started
-            _answer(case, work)
+        threading.Thread(target=_answer, args=(case, work), name="preflight", daemon=True).start()
     begun = time.monotonic()
     late = wait(answers.values(), SAID_S).not_done
     if late and said:

@@ -7,6 +7,7 @@ section lists what was not measured.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from console.model import LIVE_STATES, OPERATOR, RESULTS, LaunchState, RunState
 from console.plans import gates, sweep
 from console.plans.gate_check import poll_confirmed, so_far
 from console.sources import launches
+from console.sources.gate_files import SPEED
 from console.sources.rank_totals import FIGURES, LAST_STEPS
 from console.sources.record_files import read_end
 from console.sources.run import RunSource
@@ -29,6 +31,7 @@ from trainers.contract import jsonl, rundir
 from trainers.contract.errors import ContractError
 
 NAME, MAX_CELL, MAX_ROWS = "report.md", 600, 1024
+MARKS = re.compile(r"[\\|`*\[\]!#]")
 HOUR_S, EVENT_BYTES = 3600.0, 1 << 20
 CHARTS = (("loss", "loss"), ("toks_per_s", "speed"))
 """The series of each chart, and the word in its file name."""
@@ -43,7 +46,6 @@ files of the runbooks."""
 OF_OPERATORS = ("note", "request", "answer", "ack", "override")
 """The kinds of events in the table of notes and requests."""
 ON_CUDA_ONLY = ("nvidia_smi.xml", "mem_")
-NOT_COMPARED = ("", "## Sweeps", "", "The sweeps have not been compared yet.")
 ENVIRONMENT = (
     "config", "parameters", "tokens_per_step", "python", "versions", "cuda", "device",
     "device_count", "world", "strategy", "comm_backend", "comm_hook", "backend", "host", "machine",
@@ -74,33 +76,30 @@ class Phase:
         return summary.of_rank(0).figures()
 
 
-def versions(path: Path, output: Path | None = None) -> Iterator[dict[Path, str]]:
-    """Yields versions of the report of a launch or run: the content of each file, Markdown first.
+def files(path: Path, output: Path | None = None) -> dict[Path, str]:
+    """Returns the report of a launch or run: the content of each file, Markdown first.
 
-    The comparison of sweeps may take minutes, so a report with a sweep has a first version without
-    the comparison. Without `output`, the key of the Markdown is `path`, and there are no charts.
+    The comparison of sweeps may take minutes. Without `output`, the key of the Markdown is `path`,
+    and there are no charts.
     """
     source = RunSource(path)
     state = poll_confirmed(source)
     phases = list(_phases(path, source))
     charts = _charts(phases, output.stem) if output and phases else {}
-    before = (
-        _head(path, source, state, phases), _gates(phases), _speed(phases), _figures(phases),
-    )  # fmt: skip
-    after = (
-        _expected(phases), _environment(phases), _files(phases), _notes(source, phases),
-        _not_measured(phases), ("", *(f"![{name}]({name})" for name in charts)),
-    )  # fmt: skip
-    first, last = ([line for part in parts for line in part] for parts in (before, after))
-    output = output or path
-    drawn = {output.with_name(name): chart for name, chart in charts.items()}
     has_sweep = source.is_launch and any(jsonl.text(each.planned, "sweep") for each in phases)
-    for sweeps in (NOT_COMPARED, _sweeps(path)) if has_sweep else ((),):
-        yield {output: "\n".join([*first, *sweeps, *last]) + "\n"} | drawn
+    parts = (
+        _head(path, source, state, phases), _gates(phases), _speed(phases), _figures(phases),
+        _sweeps(path) if has_sweep else (), _expected(phases), _environment(phases),
+        _files(phases), _notes(source, phases), _not_measured(phases),
+        ("", *(f"![{name}]({name})" for name in charts)),
+    )  # fmt: skip
+    output = output or path
+    text = "\n".join(line for part in parts for line in part) + "\n"
+    return {output: text} | {output.with_name(name): chart for name, chart in charts.items()}
 
 
 def save(files: Mapping[Path, str]) -> None:
-    """Writes one of the `versions`. Raises OSError."""
+    """Writes the files of a report. Raises OSError."""
     for each, content in files.items():
         rundir.write_atomic(each, content)
 
@@ -131,10 +130,8 @@ def cell(value: object) -> str:
     The marks `_` and `~`, for example, are not escaped, and a bare address may become a link.
     """
     text = number(value) if isinstance(value, float) else "–" if value is None else value
-    text = clean(str(text), MAX_CELL).replace("\\", "\\\\").replace("&", "&amp;")
-    for mark in "|`*[]!#":
-        text = text.replace(mark, f"\\{mark}")
-    return text.replace("<", "&lt;")
+    text = MARKS.sub(r"\\\g<0>", clean(str(text), MAX_CELL))
+    return text.replace("&", "&amp;").replace("<", "&lt;")
 
 
 def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
@@ -271,13 +268,11 @@ def _durations(phase: Phase, tokens: int | None) -> Iterator[Sequence[object]]:
     measured = _hours(steps * tokens, speed)
     if hours := jsonl.number(jsonl.mapping(phase.planned, "expects"), "hours"):
         yield phase.name, "time of all steps", f"{number(hours)} h", measured, "hours of the plan"
-    for name, value in jsonl.mapping(phase.run, "gates").items():
-        bound = gates.demand(value).bound
-        is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
-        if name == "toks_per_s_50_above" and is_number and bound > 0:
-            implied = _hours(steps * tokens, bound)
-            note = f"the bound of {name} implies {implied} for {steps:,} steps of {tokens:,} tokens"
-            yield phase.name, "time of all steps", implied, measured, note
+    bound = gates.demand(jsonl.mapping(phase.run, "gates").get(SPEED)).bound
+    if type(bound) in (int, float) and bound > 0:
+        implied = _hours(steps * tokens, bound)
+        note = f"the bound of {SPEED} implies {implied} for {steps:,} steps of {tokens:,} tokens"
+        yield phase.name, "time of all steps", implied, measured, note
 
 
 def _hours(tokens: float, toks_per_s: float | None) -> str:

@@ -66,7 +66,7 @@ def apply(
     try:
         if run is None or _index(phases, args["phase"], "phase") != index:
             raise RefusedError(f"{args['phase']} is not the phase that runs; {NOTHING}")
-        so_far = gates.so_far(run.summary, run.phase.gates)
+        so_far = gates.evaluate(run.summary, run.phase.gates, is_live=True)
         failed = [each for each in so_far if each.result == "fail" and "@" not in each.name]
         found = [*gates.reached(run.summary, run.phase.gates), *failed]
         _check(found, args["gate"], so_far)

@@ -130,9 +130,7 @@ def test_what_is_wrong_is_named(words, code, said, over, tmp_path, capsys):
     assert cli.main(given) == code
     assert sorted((*over.rglob("*"), *tmp_path.rglob("*"))) == before
     out, err = capsys.readouterr()
-    # A launch warns if a training of another test shares the cores.
-    lines = [line for line in err.splitlines() if "warning: cores" not in line]
-    assert (said in err, len(lines), out) == (True, 1, "")
+    assert (said in err, len(err.splitlines()), out) == (True, 1, "")
 
 
 def test_help_is_a_reference_of_80_columns_whose_examples_are_commands(capsys, monkeypatch):

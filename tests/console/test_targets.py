@@ -303,9 +303,9 @@ def test_from_another_host_a_missing_answer_is_reported(launched):
         for left in (launched.path / rundir.REQUESTS).iterdir():
             left.unlink()
     assert code == 5, text
-    host = rundir.host_name()
-    assert "no answer to halt within 3 s; the request remains" in text
-    assert f"the supervisor is on {host}, see " in text
+    assert (
+        "no answer to halt within 3 s; the request remains and may still be executed; see" in text
+    )
 
 
 # --- documents that cannot be read, and paths in them -----------------------------------------

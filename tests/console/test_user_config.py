@@ -153,10 +153,7 @@ def test_a_hook_that_cannot_run_is_a_warning_and_does_not_refuse_the_launch(file
     prepared = actions.prepare(options(tmp_path))
     (row,) = [check for check in prepared.checks if check.name == "hook"]
     assert row.result == "unknown"
-    assert "cannot run no-such-program-at-all: no such program in PATH" in row.text
-    write(file, f"hook: [{file}]")
-    (row,) = [each for each in actions.prepare(options(tmp_path)).checks if each.name == "hook"]
-    assert (row.result, f"cannot run {file}: it is no program" in row.text) == ("unknown", True)
+    assert "cannot run no-such-program-at-all: there is no such program" in row.text
     assert prepared.ok
 
 

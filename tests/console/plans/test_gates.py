@@ -275,18 +275,18 @@ def test_an_override_needs_a_reason_and_leaves_the_result():
 
 def test_a_live_run_is_judged_so_far_and_unknown_is_not_a_pass():
     bounds = EVERY_BOUND | {"steps_done": 200, "toks_per_s_50_above": 1000}
-    found = {gate.name: gate for gate in gates.so_far(summed(long(1.0)), bounds)}
+    found = {gate.name: gate for gate in evaluate(summed(long(1.0)), bounds, is_live=True)}
     assert (found["steps_done"].result, found["steps_done"].value) == ("unknown", 140)
     assert found["toks_per_s_50_above"].result == "unknown", "the speed can still rise"
     assert found["grad_norm_above"].result == "pass"
     assert found["grad_norm_above"].window.endswith(", so far")
     assert found["no_log_errors"].result == "unknown"
     run = summed(long(1.0))
-    gates.so_far(run, bounds)
+    evaluate(run, bounds, is_live=True)
     assert result(run, grad_norm_above=0).result == "unknown", "at the end no record may be missing"
     bad = long(1.0, gate_entropy_mean=0.0)
-    gate = {gate.name: gate for gate in gates.so_far(summed(bad), bounds)}["entropy_above"]
-    assert gate.result == "fail", "no later record can change that"
+    found = {gate.name: gate for gate in evaluate(summed(bad), bounds, is_live=True)}
+    assert found["entropy_above"].result == "fail", "no later record can change that"
 
 
 def test_every_gate_has_a_bound_and_a_true_value_here():

@@ -139,7 +139,7 @@ def test_without_one_of_the_sources_nothing_is_ended(launch, missing):
     assert (mine, f"pid {child.pid} gets no signal: " in said) == ([], True), said
 
 
-def test_without_a_terminal_the_command_needs_a_confirmation(launch, capsys, monkeypatch):
+def test_the_command_needs_a_confirmation(launch, capsys, monkeypatch):
     child = launch.start()
     only = launch.folder / "proc"  # the command must not find other trainers
     only.mkdir()
@@ -147,7 +147,7 @@ def test_without_a_terminal_the_command_needs_a_confirmation(launch, capsys, mon
     monkeypatch.setattr(leftovers, "PROC", only)
     named = ["--root", str(launch.folder / "none"), "check", "cpu_smoke", "--end-leftovers"]
     assert main(named) == 2
-    assert "needs --yes" in capsys.readouterr().err
+    assert "nothing was ended; add --yes" in capsys.readouterr().err
     assert child.poll() is None
     main([*named, "--yes"])
     assert f"pid {child.pid} (rank 3 of {launch.run}) ended after SIGTERM" in (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import resource
 import socket
@@ -67,21 +66,6 @@ def test_the_page_on_plans_has_the_time_limits():
     assert rows == ["gpus", "driver", "gpu memory", "data"]
 
 
-def test_a_process_that_cannot_be_read_delays_only_the_rows_about_processes(tmp_path, monkeypatch):
-    """A read of a process in state D may never return."""
-    ended = threading.Event()
-    rows = [replace(row, check=lambda _: (ended.wait(), "")) if row.name == "leftovers" else row
-            for row in preflight.TABLE]  # fmt: skip
-    monkeypatch.setattr(preflight, "TABLE", rows)
-    limits = {**preflight.LIMIT_S, preflight.PROCESSES: 0.5}
-    monkeypatch.setattr(preflight, "LIMIT_S", limits)
-    found = {each.name: (each.result, each.text) for each in prepared(tmp_path).checks}
-    ended.set()
-    late = {name: answer for name, answer in found.items() if "no answer" in answer[1]}
-    answer = ("unknown", "no answer from the other processes within 0.5 s")
-    assert late == {"leftovers": answer, "cores": answer}
-
-
 def test_a_sweep_whose_runs_are_too_short_to_be_compared_is_refused(tmp_path):
     sweep = {"rounds": 9, "variants": {"a": {}, "b": {"flags": {"NSA_LR": 0.5}}}}
     for steps, wanted in (("29", "fail"), ("30", "pass")):
@@ -112,19 +96,10 @@ def test_a_full_disk_is_refused(tmp_path, full):
     ), text  # fmt: skip
 
 
-def test_free_space_that_the_file_system_does_not_report_is_a_warning(tmp_path, monkeypatch):
-    result, text = config_checks.disk(replace(bare(tmp_path), directory=Path("/proc/launch")))
-    assert (result, "at /proc is not available (the file system reports no size)" in text) == (
-        "unknown", True,
-    ), text  # fmt: skip
-
-    def refuse(_: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "statvfs", refuse)  # as some network file systems do
-    result, text = config_checks.disk(bare(tmp_path))
-    assert (result, "(Input/output error); the launch needs 1.0 GiB" in text) == ("unknown", True)
-    assert config_checks.directory(bare(tmp_path))[0] == "pass"
+def test_free_space_that_the_file_system_does_not_report_is_a_warning(tmp_path):
+    found = config_checks.disk(replace(bare(tmp_path), directory=Path("/proc/launch")))
+    text = "the file system of /proc does not report its space; the launch needs 1.0 GiB"
+    assert found == ("unknown", text)
 
 
 def test_a_run_to_resume_that_has_no_readable_checkpoint_is_refused(tmp_path):
@@ -138,7 +113,7 @@ def test_a_run_to_resume_that_has_no_readable_checkpoint_is_refused(tmp_path):
               "report": {}, "settings": {}, "files": {"x": [1, "0"]}}  # fmt: skip
     rundir.write_json(run / "checkpoints" / "step_00000007" / manifest.MANIFEST, record)
     found = row("resume", tmp_path, {"checkpoint.resume": str(run)})
-    assert found == ("pass", f"one: {run / 'checkpoints' / 'step_00000007'}")
+    assert found == ("pass", f"one resumes from {run / 'checkpoints' / 'step_00000007'}")
     sets = {"checkpoint.resume": str(run), "checkpoint.from_step": "5"}
     assert "has no verified checkpoint of step 5" in row("resume", tmp_path, sets)[1]
 
@@ -235,34 +210,24 @@ def test_a_tokenizer_without_its_files_is_refused(tmp_path, monkeypatch):
     assert "pip install" in text or f"missing, unreadable or damaged in {tmp_path};" in text
 
 
-def earlier(folder, ahead_s=0.0, since_s=0.0, file_ahead_s=None):
-    """Writes a launch that is `since_s` old by the uptime, and `ahead_s` ahead of the clock."""
+def earlier(folder, ahead_s, file_ahead_s):
+    """Writes a launch whose creation, and whose plan.json, are so far ahead of the clock."""
     launch = folder / "artifacts" / "mine" / "20261120-031500"
     launch.mkdir(parents=True, exist_ok=True)
-    now, up_s = time.time(), time.clock_gettime(time.CLOCK_BOOTTIME)
-    record = {
-        "v": 1,
-        "created_ts": now + ahead_s,
-        "boot_id": rundir.boot_id(),
-        "up_s": up_s - since_s,
-    }
-    rundir.write_json(launch / rundir.PLAN, record)
-    stamp = now + (ahead_s if file_ahead_s is None else file_ahead_s)
-    os.utime(launch / rundir.PLAN, (stamp, stamp))
+    now = time.time()
+    rundir.write_json(launch / rundir.PLAN, {"v": 1, "created_ts": now + ahead_s})
+    os.utime(launch / rundir.PLAN, (now + file_ahead_s, now + file_ahead_s))
 
 
-def test_a_clock_that_was_set_back_is_refused_and_a_jump_is_reported(tmp_path):
+def test_a_clock_that_was_set_back_is_refused(tmp_path):
+    """One time in the future rejects nothing."""
     assert row("clock", tmp_path)[0] == "pass"
-    earlier(tmp_path, ahead_s=-1000, since_s=1000)
-    assert row("clock", tmp_path) == ("pass", "no jump found since the newest launch")
-    earlier(tmp_path, ahead_s=7200)
+    for ahead_s, file_ahead_s in ((-1000, -1000), (7200, 0), (0, 7200)):
+        earlier(tmp_path, ahead_s, file_ahead_s)
+        assert row("clock", tmp_path) == ("pass", "not behind the newest launch")
+    earlier(tmp_path, 7200, 7200)
     result, text = row("clock", tmp_path)
-    assert (result, "the clock is 2h" in text or "behind the launch" in text) == ("fail", True)
-    earlier(tmp_path, ahead_s=7200, file_ahead_s=0)
-    assert row("clock", tmp_path)[0] == "unknown", "one time in the future rejects nothing"
-    earlier(tmp_path, ahead_s=-7200, since_s=60)
-    result, text = row("clock", tmp_path)
-    assert (result, "the clock jumped forward by" in text) == ("unknown", True)
+    assert (result, "behind the launch 20261120-031500" in text) == ("fail", True), text
 
 
 LIMITS = [
@@ -291,11 +256,7 @@ def test_a_phase_that_cannot_fit_into_a_gpu_is_refused(tmp_path):
     gpus = {"gpus": 2, "assume": "2xA100-40"}
     production = {"phase": {"config": "configs/m7c_125m_2xa100_production.yaml"}}
     result, text = row("gpu memory", tmp_path, **gpus, **production)
-    assert (result, "at least 1.8 GiB" in text, "of 40.0 GiB per GPU" in text) == (
-        "pass",
-        True,
-        True,
-    )
+    assert (result, "at least 1.8 GiB of 40.0 GiB per GPU" in text) == ("pass", True), text
     large = {"train.batch_size": "256"}
     result, text = row("gpu memory", tmp_path, large, **gpus, **production)
     assert (result, "lower train.batch_size" in text) == ("fail", True), text
@@ -313,9 +274,6 @@ def test_settings_of_nccl_that_slow_it_down_are_warnings(tmp_path):
     for part in ("NCCL_DEBUG=INFO slows", "NCCL_P2P_DISABLE=1 copies"):
         assert part in text
     assert "PROTO" not in text
-    (tmp_path / "etc").mkdir()
-    (tmp_path / "etc/nccl.conf").write_text("NCCL_ALGO=Tree")
-    assert "etc/nccl.conf configures NCCL too" in gpu_checks.nccl(bare(tmp_path, gpus=2))[1]
     assert gpu_checks.nccl(bare(tmp_path)) == ("pass", "no GPU is needed")
     foreign = config_checks.gpu_memory(bare(tmp_path, gpus=2))
     assert foreign == ("pass", "a foreign program, not checked")
