@@ -247,13 +247,13 @@ def report(options: argparse.Namespace) -> int:
     path = launches.find(options.run, options.root)
     output = options.output
     if output is None:
-        files = reports.files(path)
+        *_, files = reports.versions(path)
         show(options.json, {"path": str(path), "report": files[path]}, [files[path].rstrip("\n")])
         return 0
     if output.suffix != ".md" or not output.parent.is_dir():
         raise UsageError(f"--output {output}: it must be NAME.md, in an existing directory")
     try:
-        files = reports.files(path, output)
+        *_, files = reports.versions(path, output)
         reports.save(files)
     except OSError as error:
         raise RefusedError(f"cannot write {output}: {error.strerror}") from error

@@ -46,6 +46,7 @@ files of the runbooks."""
 OF_OPERATORS = ("note", "request", "answer", "ack", "override")
 """The kinds of events in the table of notes and requests."""
 ON_CUDA_ONLY = ("nvidia_smi.xml", "mem_")
+NOT_COMPARED = ("", "## Sweeps", "", "The sweeps have not been compared yet.")
 ENVIRONMENT = (
     "config", "parameters", "tokens_per_step", "python", "versions", "cuda", "device",
     "device_count", "world", "strategy", "comm_backend", "comm_hook", "backend", "host", "machine",
@@ -76,30 +77,33 @@ class Phase:
         return summary.of_rank(0).figures()
 
 
-def files(path: Path, output: Path | None = None) -> dict[Path, str]:
-    """Returns the report of a launch or run: the content of each file, Markdown first.
+def versions(path: Path, output: Path | None = None) -> Iterator[dict[Path, str]]:
+    """Yields versions of the report of a launch or run: the content of each file, Markdown first.
 
-    The comparison of sweeps may take minutes. Without `output`, the key of the Markdown is `path`,
-    and there are no charts.
+    The comparison of sweeps may take minutes, so a report with a sweep has a first version without
+    the comparison. Without `output`, the key of the Markdown is `path`, and there are no charts.
     """
     source = RunSource(path)
     state = poll_confirmed(source)
     phases = list(_phases(path, source))
     charts = _charts(phases, output.stem) if output and phases else {}
-    has_sweep = source.is_launch and any(jsonl.text(each.planned, "sweep") for each in phases)
-    parts = (
+    before = (
         _head(path, source, state, phases), _gates(phases), _speed(phases), _figures(phases),
-        _sweeps(path) if has_sweep else (), _expected(phases), _environment(phases),
-        _files(phases), _notes(source, phases), _not_measured(phases),
-        ("", *(f"![{name}]({name})" for name in charts)),
     )  # fmt: skip
+    after = (
+        _expected(phases), _environment(phases), _files(phases), _notes(source, phases),
+        _not_measured(phases), ("", *(f"![{name}]({name})" for name in charts)),
+    )  # fmt: skip
+    first, last = ([line for part in parts for line in part] for parts in (before, after))
     output = output or path
-    text = "\n".join(line for part in parts for line in part) + "\n"
-    return {output: text} | {output.with_name(name): chart for name, chart in charts.items()}
+    drawn = {output.with_name(name): chart for name, chart in charts.items()}
+    has_sweep = source.is_launch and any(jsonl.text(each.planned, "sweep") for each in phases)
+    for sweeps in (NOT_COMPARED, _sweeps(path)) if has_sweep else ((),):
+        yield {output: "\n".join([*first, *sweeps, *last]) + "\n"} | drawn
 
 
 def save(files: Mapping[Path, str]) -> None:
-    """Writes the files of a report. Raises OSError."""
+    """Writes one of the `versions`. Raises OSError."""
     for each, content in files.items():
         rundir.write_atomic(each, content)
 

@@ -19,14 +19,14 @@ LIMIT_S = 20.0
 class ReportWriter:
     """Builds and writes the report in a separate thread.
 
-    `event` is called with a sentence if the report is missing.
+    `event` is called with a sentence if the report is missing or incomplete.
     """
 
     def __init__(self, launch: Path, directory: Directory, event: Callable[..., object]):
         self._launch, self._directory, self._event = launch, directory, event
         self._threads = ThreadPoolExecutor(1, "report")
         self._job: Future[None] | None = None
-        self._until = math.inf
+        self._until, self._is_written = math.inf, False
 
     @property
     def busy(self) -> bool:
@@ -40,7 +40,7 @@ class ReportWriter:
         self._until = time.monotonic() + LIMIT_S
 
     def poll(self) -> None:
-        """Writes an event if the report is missing; gives up after `LIMIT_S`."""
+        """Writes an event if the report is missing or incomplete; gives up after `LIMIT_S`."""
         is_late = time.monotonic() >= self._until
         if self._job is None or not (self._job.done() or is_late):
             return
@@ -50,14 +50,16 @@ class ReportWriter:
             why = "" if error is None else getattr(error, "strerror", None) or repr(error)
         self._job = None
         if why:
+            what = "lacks the comparison of the sweeps" if self._is_written else "is not written"
             then = f"run {command('report', self._launch)}"
-            self._event("note", f"the report is not written: {why}; {then}", "warn")
+            self._event("note", f"the report {what}: {why}; {then}", "warn")
 
     def _build(self, queue_is_written: threading.Event) -> None:
         """Runs in the thread of the report; first waits up to `LIMIT_S` for earlier writes."""
         from console.plans import report
 
         queue_is_written.wait(LIMIT_S)
-        files = report.files(self._launch, self._launch / report.NAME)
-        if self._directory.is_ours():
-            report.save(files)
+        for files in report.versions(self._launch, self._launch / report.NAME):
+            if self._directory.is_ours():
+                report.save(files)
+                self._is_written = True

@@ -153,7 +153,7 @@ def test_a_failed_gate_of_a_late_phase_is_in_the_report(launch):
         directory.document(run / rundir.GATES, {"v": 1, "gates": [failed]})
     directory.document(launch / rundir.PLAN_STATE, state)
 
-    files = report.files(launch, launch / "r.md")
+    *_, files = report.versions(launch, launch / "r.md")
     text = files[launch / "r.md"]
     assert (
         0
@@ -181,7 +181,7 @@ def test_no_document_makes_a_report_raise(launch):
         changed = json.loads(json.dumps(held))
         put(changed, rng.choice(list(places(changed))[1:]), rng.choice(DOCUMENTS))
         path.write_text(json.dumps(changed))
-        files = report.files(launch, launch / "r.md")
+        *_, files = report.versions(launch, launch / "r.md")
         assert files[launch / "r.md"].startswith("# Report of ")
         directory.document(path, held)
 

@@ -36,7 +36,7 @@ def written(launch, files=None, reached=lambda: True):
     return said
 
 
-def test_a_report_that_takes_too_long_is_not_written_and_blocks_nothing(launch, monkeypatch):
+def test_a_comparison_that_takes_too_long_is_left_out_and_blocks_nothing(launch, monkeypatch):
     files, answers, ended, now = Directory(), [], threading.Event(), 0.0
 
     def long_comparison(_):
@@ -53,15 +53,19 @@ def test_a_report_that_takes_too_long_is_not_written_and_blocks_nothing(launch, 
     ended.set()
     assert answers == ["answered"]
     assert said == [
-        f"the report is not written: it is not complete after 1 s; run nsa-console report {launch}"
+        "the report lacks the comparison of the sweeps: it is not complete after 1 s; run "
+        f"nsa-console report {launch}"
     ]
+    text = (launch / report.NAME).read_text()
+    assert "**go** with 1 override" in text
+    assert "The sweeps have not been compared yet." in text
 
 
 def test_a_whole_report_has_the_comparison_and_no_event(launch, monkeypatch):
     monkeypatch.setattr(sweep, "sweeps", lambda _: [sweep.Comparison("speed", refusal="planted")])
     said = written(launch)
     text = (launch / report.NAME).read_text()
-    assert (said, "speed: not compared: planted" in text) == ([], True)
+    assert (said, "speed: not compared: planted" in text, "yet" in text) == ([], True, False)
 
 
 def test_a_sweep_that_cannot_be_compared_is_in_the_report_with_the_reason(launch):
