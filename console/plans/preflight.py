@@ -79,7 +79,11 @@ def run(case: Case, said: Callable[[str], None] | None = None) -> tuple[Check, .
     answers: dict[str, Future[Found]] = {row.name: Future() for row in rows}
     for need in {row.needs for row in rows}:
         work = [(row.check, answers[row.name]) for row in rows if row.needs == need]
-        threading.Thread(target=_answer, args=(case, work), name="preflight", daemon=True).start()
+        thread = threading.Thread(target=_answer, args=(case, work), name="preflight", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # no thread can be started
+            _answer(case, work)
     begun = time.monotonic()
     late = wait(answers.values(), SAID_S).not_done
     if late and said:
