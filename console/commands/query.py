@@ -113,7 +113,10 @@ def check(options: argparse.Namespace) -> int:
     if options.measure or options.end_leftovers:
         text = f"--measure and --end-leftovers need a plan; {options.run!r} is not a plan"
         raise UsageError(text)
-    return _check_run(options)
+    try:
+        return _check_run(options)
+    except NotFoundError as error:
+        raise NotFoundError(f"{error}, and {command('plans')} the plans") from None
 
 
 def _check_plan(options: argparse.Namespace) -> int:
