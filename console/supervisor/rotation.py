@@ -52,11 +52,9 @@ class Rotation:
         """
         if self._folder.is_symlink():
             return ""
-        logs = (path for path in sorted(self._folder.glob("*.log")) if self._is_long(path))
-        return next(filter(None, map(self._try, logs)), "")
-
-    def _is_long(self, path: Path) -> bool:
-        return not path.is_symlink() and jsonl.size_bytes(path) > self._limit
+        logs = sorted(self._folder.glob("*.log"))
+        long = (path for path in logs if jsonl.size_bytes(path) > self._limit)
+        return next(filter(None, map(self._try, long)), "")
 
     def _try(self, path: Path) -> str:
         """Rotates one log; returns a sentence to report, or ""."""
