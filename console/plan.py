@@ -154,7 +154,7 @@ class Variant:
 class Sweep:
     """The keys that only a sweep has. Each variant runs once in each round."""
 
-    variants: Mapping[str, Variant]
+    variants: Mapping[str, Variant] = field(default_factory=dict)
     rounds: int = 12
 
 
@@ -274,12 +274,13 @@ def _phases(raw: Any, shared: Mapping[str, Any], where: str) -> Iterator[Phase]:
 
     Every second round has the reverse order, to balance a steady drift of the machine.
     """
-    if not isinstance(raw, dict) or "variants" not in raw:
-        yield _phase(raw, shared, where)
+    raw, keys = _mapping(raw, where), get_type_hints(Sweep)
+    base = _phase({k: v for k, v in raw.items() if k not in keys}, shared, where)
+    given = {k: v for k, v in raw.items() if k in keys and v is not None}  # null removes a key
+    if not given:
+        yield base
         return
-    own = {key: value for key, value in raw.items() if key not in get_type_hints(Sweep)}
-    sweep = section(Sweep, {k: v for k, v in raw.items() if k not in own}, where)
-    base = _phase(own, shared, where)
+    sweep = section(Sweep, given, where)
     named = list(sweep.variants.items())
     if not 2 <= len(named) <= MAX_VARIANTS:
         raise UsageError(f"{where}: 'variants' must name 2 to {MAX_VARIANTS} variants to compare")
@@ -297,9 +298,7 @@ def _phases(raw: Any, shared: Mapping[str, Any], where: str) -> Iterator[Phase]:
             )  # fmt: skip
 
 
-def _phase(raw: Any, shared: Mapping[str, Any], where: str) -> Phase:
-    if not isinstance(raw, dict):
-        raise UsageError(f"{where} must be a mapping with a name")
+def _phase(raw: Mapping[str, Any], shared: Mapping[str, Any], where: str) -> Phase:
     merged = {**shared, **raw}
     if "script" in raw or "module" in raw:
         merged = {k: v for k, v in merged.items() if k not in ("script", "module") or k in raw}

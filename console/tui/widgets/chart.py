@@ -22,7 +22,7 @@ AXIS_HEIGHT = 7
 WIDE = 50
 LEAST_HIGH = {"share": 0.1, "%": 100.0}
 """The smallest value at the upper end of the value axis, by unit."""
-PART, PART_BAR = 34, 12
+PART, PART_BAR = 35, 12
 """Width in cells of one entry in the list below a zoomed chart, and of the bar in the entry."""
 HINT = "← → read values   [ ] time span   z or esc all charts"
 Window = tuple[float, int]

@@ -64,6 +64,17 @@ def test_a_null_removes_an_entry_of_every_mapping(folder):
     assert dict(found.phases[-1].set) == {"train.steps": 9, "train.lr": 1}
 
 
+def test_a_null_removes_the_sweep_of_a_phase(folder):
+    sweep = "{name: mb, rounds: 11, variants: {a: {}, b: {}}}"
+    (folder / "middle.yaml").write_text(f"extends: base\nphases:\n  - {sweep}\n")
+    child = "extends: middle\nphases:\n  - {{name: mb, rounds: {}, variants: null}}\n"
+    (folder / "child.yaml").write_text(child.format("null"))
+    assert [phase.name for phase in plan.load(folder / "child.yaml").phases][-1:] == ["mb"]
+    (folder / "child.yaml").write_text(child.format("11"))
+    with pytest.raises(UsageError, match="'variants' must name 2 to"):
+        plan.load(folder / "child.yaml")
+
+
 def test_a_plan_that_extends_another_changes_only_what_it_names(folder):
     found = plan.load(folder / "child.yaml")
     assert (found.name, found.about) == ("child", "")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from console.tui import chartmath
 from console.tui.rows import text_of, width_of
-from console.tui.widgets.chart import Chart, chart_rows
+from console.tui.widgets.chart import Chart, chart_rows, part_rows
 
 reals = st.floats(allow_nan=False, allow_infinity=False)
 sane = st.floats(-1e150, 1e150)
@@ -135,3 +135,11 @@ def test_an_older_point_that_is_read_later_is_drawn_also_among_equal_points():
     for held in (newest[1:], [(0.0, 0.0), *newest]):
         found = curves.of(("x",), [held], False, 0.0, 600.0, 58)
         assert found == (chartmath.bins(held, 0.0, 600.0, 58),)
+
+
+@given(st.integers(40, 240))
+def test_the_values_below_a_zoomed_chart_fit_the_width(width):
+    names = tuple(f"gpu_util_pct:{index}" for index in range(8))
+    chart = Chart("utilisation", names, "%", each="GPU", parts=names)
+    rows = part_rows(chart, {name: [(1.0, 51.0)] for name in names}, 1.0, width, 9)
+    assert all(width_of(row) <= width for row in rows)
