@@ -223,7 +223,7 @@ def open_on_all_ranks(
     """
     try:
         source = open_source(settings, run, held_out)
-    except Exception:  # any error: the other ranks wait for this rank
+    except BaseException:  # also a panic in a Rust library: the other ranks wait for this rank
         parallel.gather(FAILED)
         raise
     prints = parallel.gather(source.fingerprint)

@@ -104,7 +104,7 @@ def test_figures_of_an_ended_run_say_when_and_up_to_which_step_they_were_measure
     at = "0-first, record or sample of 2001-09-09 01:46:40 UTC"
     assert f"| 0-first | disk_free_gib | 3.5 | GiB | newest sample | {at} |" in report
     assert "| 0-first | tokens_total | 16,000 | tokens | up to step 20 | 0-first, record" in report
-    _, out, _ = said(capsys, "status", launch)
+    _, out, _ = said(capsys, "status", launch, "--all")
     assert re.search(r"disk_free_gib +3.5 GiB +newest sample, \d+d ago", out)
     assert re.search(r"tokens_total +16,000 tokens +up to step 20, \d+s ago", out)
 
@@ -231,5 +231,5 @@ def test_results_that_stand_in_the_directory_of_a_live_run_are_no_go(launch, cap
     with directory.owned(launch):
         code, out, _ = said(capsys, "check", launch)
         assert (code, "gates so far: 2 passed, 1 unknown, 0 failed" in out) == (1, True), out
-        assert "3,000" not in said(capsys, "status", launch)[1]
+        assert "3,000" not in said(capsys, "status", launch, "--all")[1]
         assert "**no go yet: the run has not ended**" in said(capsys, "report", launch)[1]

@@ -132,9 +132,12 @@ class Recorder:
         fd = self._file(path)
         if path in self._torn:
             data = b"\n" + data
-        if path == STDOUT and not _is_writable(fd):
-            raise RuntimeError("stdout is blocked")
-        written = os.write(fd, data[: select.PIPE_BUF] if path == STDOUT else data)
+        if path == STDOUT:
+            if not _is_writable(fd):
+                raise RuntimeError("stdout is blocked")
+            if len(data) > select.PIPE_BUF:  # a longer write could block
+                data = data[: select.PIPE_BUF - 1] + b"\n"
+        written = os.write(fd, data)
         if written < len(data):
             self._torn.add(path)
             self.dropped += 1

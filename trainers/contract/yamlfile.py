@@ -85,6 +85,8 @@ def parse(data: bytes | str, name: str) -> dict[str, Any]:
         where = getattr(error, "problem_mark", None)
         line = f" line {where.line + 1}" if where is not None else ""
         what = getattr(error, "problem", None) or str(error).splitlines()[0]
+        if what.startswith("mapping values are not allowed"):
+            what = "several values in one line; write one per line, or all of them in { }"
         raise UsageError(f"{name}{line} is not valid YAML: {what}") from error
     if document is None:
         return {}
