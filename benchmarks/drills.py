@@ -3,8 +3,8 @@
 `python -m benchmarks.drills [--author 1|2] [--only PATTERN] [--sample N] [--seed S] [--jobs N]
 [--json FILE] [--add FILE] [--record DIR] [--publish] [--list]`. Without a selection, or with
 `--publish`, the result is written to `benchmarks/results/diagnosis.md`. If the run of a case has
-not ended, `--record` writes the inputs of its verdict for `benchmarks.drill_without`. All processes
-of the runs are ended, also after SIGINT or SIGTERM.
+not ended, `--record` writes the inputs of its verdict for `benchmarks.drill_without`. The
+processes of the runs are ended, also after SIGINT or SIGTERM.
 """
 
 from __future__ import annotations

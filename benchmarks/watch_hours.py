@@ -198,7 +198,7 @@ SICK: dict[str, Spoil] = {
         }
     ),
 }
-"""By rule: the change that makes a steady run sick; `seen_after_s` says when it begins."""
+"""By rule: the change that makes a steady run sick."""
 
 
 def seen_after_s(

@@ -79,7 +79,7 @@ class Pulse:
 
 
 CLOCK_S = 2.0
-"""The clock of a writer may be ahead of the clock of this host by at most this time."""
+"""A time that is further in the future than this is not used."""
 RECENT_XID_S = 600.0
 """An Xid (an error that the GPU driver reports) is shown for this time."""
 
@@ -273,10 +273,7 @@ class LaunchState:
         return self.phases[self.phase].name if self.phases else ""
 
     def unconfirmed(self, folders: Collection[str]) -> LaunchState:
-        """Returns a copy in which passed phases have the result unknown.
-
-        Only the phases with a directory in `folders` are changed.
-        """
+        """Returns a copy: passed phases with a directory in `folders` have the result unknown."""
         phases = tuple(
             replace(phase, result="unknown")
             if phase.result == "pass" and phase.dir in folders else phase

@@ -22,7 +22,7 @@ from console.sources.sanitize import clean
 from trainers.contract.errors import ContractError, RefusedError, UsageError
 
 SPARE_S = 1.0
-"""Time limit for sending a request."""
+"""Time that a request may take in addition to the time limit of its answer."""
 T = TypeVar("T")
 
 
