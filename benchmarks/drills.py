@@ -208,7 +208,7 @@ def asked(path: Path) -> dict[str, Any] | None:
 
 
 def clean(started: Started) -> None:
-    """Ends all processes of a launch, and waits at most `CLEAN_S` until they have exited."""
+    """Ends the processes of a launch, and waits at most `CLEAN_S` until they have exited."""
     until = time.monotonic() + CLEAN_S
     while True:
         started.clean()
@@ -237,7 +237,7 @@ def drill(case: Case, stop: threading.Event, record: Path | None = None) -> Resu
 def drill_all(
     cases: list[Case], jobs: int, heard: Callable[[Result], None], record: Path | None = None
 ) -> list[Result]:  # fmt: skip
-    """Runs `jobs` cases at a time; returns the results in the order of the cases."""
+    """Runs up to `jobs` cases at a time; returns the results in the order of the cases."""
     stop, found = threading.Event(), dict[Case, Result]()
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(drill, case, stop, record) for case in cases]

@@ -1,7 +1,7 @@
 """Writes one archive of a run for a bug report, without secrets of known forms.
 
 Anybody may have written the run directory, so no link in it is followed, only regular files are
-read, and all sizes are bounded. `REMOVED` replaces the secrets.
+read, and the sizes are bounded. `REMOVED` replaces the secrets.
 """
 
 from __future__ import annotations

@@ -37,4 +37,4 @@ class LaunchOptions:
     """GPUs for which the plan is checked instead of those of this machine, for example 2xA100."""
     digest: str = ""
     measure: bool | None = None
-    """True to measure devices, data and attention; None if the plan decides that."""
+    """True to measure devices, data and attention; None for the choice of the plan."""

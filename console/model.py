@@ -86,7 +86,7 @@ RECENT_XID_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One sample of a GPU. A field is None if NVML has no value; `why` may have the reason.
+    """One sample of a GPU. `why` may have the reason for a missing figure.
 
     `state` is `ok`, `lost` (NVML says that the GPU is lost or not found), or `error` (no readings).
     """
@@ -338,7 +338,7 @@ class RunState:
     checkpoint: str = ""
     """Name of the newest complete checkpoint in the directory of the run, or "" without one."""
     resumed_step: int = 0
-    """The step of the checkpoint from which this attempt resumed, or 0 if it began at step 1."""
+    """The step before the first recorded step of this attempt, or 0 if none is recorded."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """The flags of this run's processes."""
     decided: Mapping[str, str] = field(default_factory=dict)
@@ -357,7 +357,7 @@ class RunState:
 
     @property
     def saved_step(self) -> int:
-        """The step of the checkpoint from which a resume would continue, or 0 without one."""
+        """The step in the name of `checkpoint`, or else `resumed_step`."""
         saved = self.checkpoint.removeprefix("step_")
         return int(saved) if saved.isdecimal() else self.resumed_step
 

@@ -55,7 +55,7 @@ def _chosen(options: argparse.Namespace) -> LaunchOptions:
 
 
 def launch(options: argparse.Namespace) -> int:
-    """Launches a plan or a config; --wait waits for the end; --dry-run starts nothing."""
+    """Launches a plan or a config; --wait waits for the end; --dry-run launches nothing."""
     return _begin(_chosen(options), options)
 
 

@@ -86,9 +86,9 @@ def _consecutive(count: Callable[[History], int | None], sentence: str) -> Measu
 def _non_finite(now: Readings, history: History, _watch: Watch) -> Measured | None:
     """Returns the number of steps of this attempt with non-finite figures, on the worst rank.
 
-    For a strong action, only the newest consecutive records with a non-finite loss count, while the
-    records are current. Without such a step nothing is measured, because a former process may have
-    seen one.
+    `acts_at` is the number of the newest consecutive records whose loss is not finite, or 0 while
+    the records are not current. Without a non-finite figure nothing is measured, because a former
+    process may have seen one.
     """
     found = {rank: each for rank, each in history.nonfinite.items() if each.steps}
     if not found:

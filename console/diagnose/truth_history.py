@@ -87,7 +87,7 @@ class TruthHistory:
     def update(
         self, fresh: Sequence[Progress], ranks: Sequence[RankEvidence], gpus: Sequence[Gpu]
     ) -> None:  # fmt: skip
-        """Adds the new records and, if all ranks train, one sample of the GPUs."""
+        """Adds the new records and, if all ranks train after `WARM_STEPS`, a sample of the GPUs."""
         for progress in fresh:
             self._add(progress)
         is_training = all(

@@ -134,7 +134,7 @@ class Watchdog:
     def _act(
         self, rule: Rule, state: _State, measured: Measured, now: Readings
     ) -> Iterator[Change]:  # fmt: skip
-        """Yields the due action of a raised rule, or the reason why this action is withheld."""
+        """Yields the due action of a raised rule; reports once that the action is withheld."""
         if state.acted or rule.action == "warn":
             return
         doubt = ""
@@ -171,7 +171,7 @@ class Watchdog:
         return next(rule.action for rule in self.rules if rule.name == STALL)
 
     def stall_policy(self) -> str:
-        """Returns the action on a stall, and when the action is due, in words."""
+        """Returns the action on a stall in words; for a strong action, also when it is due."""
         limit_s, action = self.watch.stall_floor_s, self.stall_action
         text = f"on stall ({limit_s:g} s): alert"
         if action in STRONG:
