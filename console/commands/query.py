@@ -137,7 +137,10 @@ def _check_plan(options: argparse.Namespace) -> int:
 
 
 def _end_leftovers(confirmed: bool) -> None:
-    """Lists trainers without a supervisor; with a confirmation, ends the leftovers of launches."""
+    """Lists trainers without a supervisor, and ends the leftovers among them.
+
+    Raises UsageError if there are leftovers and `confirmed` is False.
+    """
     from console import leftovers
 
     found, others = leftovers.find()
