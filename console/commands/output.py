@@ -101,7 +101,7 @@ def report_error(error: ContractError, as_json: bool) -> int:
 
 
 def print_error(sentence: str) -> None:
-    """Prints a sentence on standard error, without control characters; ignores a failed write."""
+    """Prints a sentence on standard error, cleaned and perhaps cut; ignores a failed write."""
     sentence = clean(sentence, MAX_SENTENCE_CHARS)
     with contextlib.suppress(OSError):
         print(f"nsa-console: {sentence}", file=sys.stderr, flush=True)  # noqa: T201

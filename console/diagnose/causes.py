@@ -114,7 +114,7 @@ class Suspect:
 
     @property
     def runs(self) -> bool:
-        """True if the rank uses a core, and its stack shows no wait for peers or for its GPU.
+        """True if the rank uses a core, and the class of its stack is not in `FOR_PEERS`.
 
         False without a stack, because CUDA and NCCL also use a core while they wait. False too if
         the main thread is known to wait in a system call other than a futex.
