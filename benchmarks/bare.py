@@ -1,6 +1,6 @@
 """A bare Textual program, with which the times of the screen are compared.
 
-It has a header, a text and a footer of Textual, and reads no file. `r` changes the text, `s`
+It has a header, a text and a footer of Textual, and no data. `r` changes the text, `s`
 changes between two pages.
 """
 

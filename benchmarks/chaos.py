@@ -46,7 +46,7 @@ class Chaos:
     met: int = 0
     """The last finished step when the fault was injected."""
     furthest: int = 0
-    """The last finished step at the fault or its `undo`; with `Fault.ends`, the attempt's last."""
+    """The last finished step at the fault or its `undo`, or at the end of the attempt."""
     most_mib: float = 0.0
 
     def __post_init__(self) -> None:

@@ -242,7 +242,7 @@ def _seize(which: str) -> Callable[[Started, int, Path, ExitStack], None]:
 
 
 def _inspect(started: Started, rank: int, _folder: Path, stack: ExitStack) -> None:
-    """Attaches a debugger for `HOLD_S`."""
+    """Attaches a debugger for at most `HOLD_S`."""
     pid = started.pids()[rank]
     words = ["gdb", "-nx", "-batch", "-p", str(pid), "-ex", "echo attached\\n"]
     _tracer(pid, *words, "-ex", f"shell sleep {HOLD_S}", says="attached", stack=stack)

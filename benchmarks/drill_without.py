@@ -96,7 +96,7 @@ def _without_tables(process: ProcessEvidence) -> ProcessEvidence:
 
 
 def _without_names(of: Inputs) -> Inputs:
-    """Removes the names of threads and children; in stacks, the main thread keeps its name."""
+    """Makes the names of threads and children alike; in stacks, the main thread keeps its name."""
     process = _process(lambda p: replace(
         p, threads=tuple(replace(each, name=p.threads[0].name) for each in p.threads),
         children=tuple(replace(each, name="") for each in p.children),

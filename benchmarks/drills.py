@@ -3,8 +3,8 @@
 `python -m benchmarks.drills [--author 1|2] [--only PATTERN] [--sample N] [--seed S] [--jobs N]
 [--json FILE] [--add FILE] [--record DIR] [--publish] [--list]`. Without a selection, or with
 `--publish`, the result is written to `benchmarks/results/diagnosis.md`. If the run of a case has
-not ended, `--record` writes the inputs of its verdict for `benchmarks.drill_without`. All processes
-of the runs are ended, also after SIGINT or SIGTERM.
+not ended, `--record` writes the inputs of its verdict for `benchmarks.drill_without`. The
+processes of the runs are ended, also after SIGINT or SIGTERM.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def asked(path: Path) -> dict[str, Any] | None:
 
 
 def clean(started: Started) -> None:
-    """Ends all processes of a launch, and waits at most `CLEAN_S` until they have exited."""
+    """Ends the processes of a launch, and waits at most `CLEAN_S` until they have exited."""
     until = time.monotonic() + CLEAN_S
     while True:
         started.clean()
@@ -237,7 +237,7 @@ def drill(case: Case, stop: threading.Event, record: Path | None = None) -> Resu
 def drill_all(
     cases: list[Case], jobs: int, heard: Callable[[Result], None], record: Path | None = None
 ) -> list[Result]:  # fmt: skip
-    """Runs `jobs` cases at a time; returns the results in the order of the cases."""
+    """Runs up to `jobs` cases at a time; returns the results in the order of the cases."""
     stop, found = threading.Event(), dict[Case, Result]()
     with ThreadPoolExecutor(jobs) as pool:
         futures = [pool.submit(drill, case, stop, record) for case in cases]

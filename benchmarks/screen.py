@@ -2,7 +2,7 @@
 
     python -m benchmarks.screen [--runs 5] [--idle 20] [--json]
 
-Each start measures CPU time and wall time until the frame and until the data are on the terminal.
+The times of a start are CPU and wall times until the frame and until the data are on the terminal.
 After the last start, bytes, CPU time and memory are measured while the screen idles, and then the
 times of keys. A bare Textual program (bare.py) is measured in turn with the screen. Some
 budgets are multiples of the times of the bare program, because these show how fast the machine is.

@@ -158,7 +158,7 @@ def end(chaos: Chaos) -> str:
 
 
 def settle(found: list[Injected], done: list[steps.Step]) -> None:
-    """Sets, for each fault with a later attempt, the time to its first step, and the lost steps."""
+    """Sets, by fault, the time to the first step of a later attempt, if any, and the lost steps."""
     firsts = steps.firsts(done)
     ended = {(step.attempt, step.number): step.ts for step in done}
     for each in found:

@@ -36,7 +36,7 @@ class Trace:
         first_step: int = 41_000, steps: int = PHASES[CURRENT][2], step_s: float = 1.0,
         every: int = 1,
     ):  # fmt: skip
-        """Each rank writes a record every `every` steps of `step_s` seconds, after `first_step`."""
+        """The records of a rank are `every` steps of `step_s` apart, and follow `first_step`."""
         self.launch, self.ranks, self.gpus = launch, ranks, gpus
         self.run = launch / f"{CURRENT}-{PHASES[CURRENT][0]}"
         self.name = f"{launch.parent.name}-{launch.name}"

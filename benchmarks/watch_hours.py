@@ -70,7 +70,7 @@ def halting(run: Run, every_s: int = 1) -> Watchdog:
 
 
 def replay(case: Case, hours: float, seed: int, every_s: int = 1) -> Counts:
-    """Returns the alerts and actions for healthy runs of one kind, one update every `every_s`."""
+    """Returns the counts for healthy runs of one kind, with an update every `every_s` seconds."""
     counts, rng = Counts(), random.Random(f"{case.name} {seed}")
     while counts.hours < hours:
         # An attempt may end early; the next attempt resumes, or starts at step 1.
@@ -198,7 +198,7 @@ SICK: dict[str, Spoil] = {
         }
     ),
 }
-"""By rule: the change that makes a steady run sick; `seen_after_s` says when it begins."""
+"""By rule: the change that makes a steady run sick."""
 
 
 def seen_after_s(

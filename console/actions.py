@@ -137,12 +137,12 @@ def launch(options: LaunchOptions, by: str) -> Path:
 
 
 def begin(prepared: Prepared, by: str) -> Path:
-    """Starts a prepared launch; returns its directory, which the supervisor owns from then on.
+    """Starts a prepared launch; returns the directory of the launch.
 
     Raises UsageError, RefusedError or ContractError. The launch is rejected with `assume_gpus`, if
-    a check has failed, or if the plan does not have the `digest`. Without `again`, a resume is
-    rejected if another launch already continues the same launch. If another launch has taken a
-    directory that is named after the time, a new name is used.
+    a check has failed, or if the options have a `digest` that the plan does not have. Without
+    `again`, a resume is rejected if another launch already continues the same launch. If another
+    launch has taken a directory that is named after the time, a new name is used.
     """
     options = prepared.options
     if options.assume_gpus:

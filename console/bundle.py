@@ -1,7 +1,7 @@
 """Writes one archive of a run for a bug report, without secrets of known forms.
 
 Anybody may have written the run directory, so no link in it is followed, only regular files are
-read, and all sizes are bounded. `REMOVED` replaces the secrets.
+read, and the sizes are bounded. `REMOVED` replaces the secrets.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,120}")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Selects the newest `most` files of one kind in a folder, and the end of each file.
+    """Selects at most `most` files of one kind, and the end of each file.
 
     The end has at most `limit_bytes`. It also has at most `all_bytes` divided by the number of
     files, but this second limit is never below `LEAST_TAIL_BYTES`.
@@ -148,7 +148,7 @@ def is_secret(name: str) -> bool:
 class Redactor:
     """Removes secrets from bytes: texts of the known forms, and values of secret `variables`.
 
-    Values with fewer than `LEAST_SECRET_CHARS` characters stay.
+    A variable whose value has fewer than `LEAST_SECRET_CHARS` characters does not count.
     """
 
     def __init__(self, variables: Mapping[str, str]):

@@ -35,7 +35,7 @@ WORDS = "docs/words.md"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns a documented exit code. Prints expected errors as one sentence."""
+    """Runs one command, or opens the screen; returns a documented exit code."""
     words = sys.argv[1:] if argv is None else list(argv)
     output.prepare()
     access.set_safe_umask()

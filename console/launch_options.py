@@ -14,8 +14,8 @@ class LaunchOptions:
     """The choices of an operator for a launch; an empty choice leaves the plan as it is.
 
     `plan` is the name or the YAML file of a plan. A `config` or a `resume` replaces the plan. With
-    a `config`, `trainer` trains in a single phase. `resume` is the path of an ended launch,
-    whose remaining phases are launched. With a `digest`, only the plan with this digest is
+    a `config`, `trainer` trains in a single phase. `resume` is the path of an ended launch or of a
+    run in it; the remaining phases are launched. With a `digest`, only the plan with this digest is
     launched.
     """
 
@@ -37,4 +37,4 @@ class LaunchOptions:
     """GPUs for which the plan is checked instead of those of this machine, for example 2xA100."""
     digest: str = ""
     measure: bool | None = None
-    """True to measure devices, data and attention; None if the plan decides that."""
+    """True to measure devices, data and attention; None for the choice of the plan."""

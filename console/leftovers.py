@@ -67,7 +67,7 @@ def _why_not(run: Path, token: str) -> str:
 
 
 def end(found: Sequence[Leftover]) -> Iterator[str]:
-    """Sends TERM, and KILL after `GRACE_S`; yields a sentence on each process.
+    """Sends TERM, and KILL to those alive after `GRACE_S`; yields a sentence on each process.
 
     A process whose run was adopted after `found` was collected gets no signal.
     """

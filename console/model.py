@@ -79,14 +79,14 @@ class Pulse:
 
 
 CLOCK_S = 2.0
-"""The clock of a writer may be ahead of the clock of this host by at most this time."""
+"""A time that is further in the future than this is not used."""
 RECENT_XID_S = 600.0
 """An Xid (an error that the GPU driver reports) is shown for this time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One sample of a GPU. A field is None if NVML has no value; `why` may have the reason.
+    """One sample of a GPU. `why` may have the reason for a missing figure.
 
     `state` is `ok`, `lost` (NVML says that the GPU is lost or not found), or `error` (no readings).
     """
@@ -273,10 +273,7 @@ class LaunchState:
         return self.phases[self.phase].name if self.phases else ""
 
     def unconfirmed(self, folders: Collection[str]) -> LaunchState:
-        """Returns a copy in which passed phases have the result unknown.
-
-        Only the phases with a directory in `folders` are changed.
-        """
+        """Returns a copy: passed phases with a directory in `folders` have the result unknown."""
         phases = tuple(
             replace(phase, result="unknown")
             if phase.result == "pass" and phase.dir in folders else phase
@@ -341,7 +338,7 @@ class RunState:
     checkpoint: str = ""
     """Name of the newest complete checkpoint in the directory of the run, or "" without one."""
     resumed_step: int = 0
-    """The step of the checkpoint from which this attempt resumed, or 0 if it began at step 1."""
+    """The step before the first recorded step of this attempt, or 0 if none is recorded."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """The flags of this run's processes."""
     decided: Mapping[str, str] = field(default_factory=dict)
@@ -360,7 +357,7 @@ class RunState:
 
     @property
     def saved_step(self) -> int:
-        """The step of the checkpoint from which a resume would continue, or 0 without one."""
+        """The step in the name of `checkpoint`, or else `resumed_step`."""
         saved = self.checkpoint.removeprefix("step_")
         return int(saved) if saved.isdecimal() else self.resumed_step
 

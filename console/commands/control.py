@@ -22,7 +22,7 @@ from console.sources.sanitize import clean
 from trainers.contract.errors import ContractError, RefusedError, UsageError
 
 SPARE_S = 1.0
-"""Time limit for sending a request."""
+"""Time that a request may take in addition to the time limit of its answer."""
 T = TypeVar("T")
 
 
@@ -55,7 +55,7 @@ def _chosen(options: argparse.Namespace) -> LaunchOptions:
 
 
 def launch(options: argparse.Namespace) -> int:
-    """Launches a plan or a config; --wait waits for the end; --dry-run starts nothing."""
+    """Launches a plan or a config; --wait waits for the end; --dry-run launches nothing."""
     return _begin(_chosen(options), options)
 
 

@@ -33,7 +33,7 @@ FOLDER = "drills"
 """The folder of drills in the root; its launches are too deep for `latest` to find them."""
 POLL_S = 0.5
 FAULT_STEP = 10
-"""The step in which the fault happens."""
+"""The step in which the fault begins."""
 MAX_PROCESSES = 16
 READ_BYTES = 1 << 20
 MAX_VERDICTS = 256

@@ -1,6 +1,6 @@
 """Prints results, errors and progress of the commands; prepares the standard descriptors.
 
-Results go to standard output, errors and progress to standard error.
+Results and changes go to standard output, error sentences and the progress bar to standard error.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def report_error(error: ContractError, as_json: bool) -> int:
 
 
 def print_error(sentence: str) -> None:
-    """Prints a sentence on standard error, without control characters; ignores a failed write."""
+    """Prints a sentence on standard error, cleaned and perhaps cut; ignores a failed write."""
     sentence = clean(sentence, MAX_SENTENCE_CHARS)
     with contextlib.suppress(OSError):
         print(f"nsa-console: {sentence}", file=sys.stderr, flush=True)  # noqa: T201
@@ -113,7 +113,7 @@ def discard() -> None:
 
 
 def show_progress(share: float | None, text: str = "") -> None:
-    """Draws a progress bar over the previous bar, on a terminal; share None removes the bar."""
+    """Draws a progress bar and `text` over the previous ones, on a terminal; None draws no bar."""
     if not sys.stderr.isatty():
         return
     bar = "" if share is None else f"{'█' * int(BAR_CELLS * share):░<{BAR_CELLS}} {share:4.0%} "

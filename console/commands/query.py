@@ -1,7 +1,7 @@
 """The commands runs, status, check, compare, report, logs, flags and plans.
 
-They change nothing, except that `check --end-leftovers` ends processes and `report --output`
-writes files.
+`check --end-leftovers` ends processes, and `report --output` writes files. Otherwise these commands
+do not change a launch or run.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def source(options: argparse.Namespace) -> RunSource:
 
 
 def runs(options: argparse.Namespace) -> int:
-    """Lists launches, and runs without a launch, newest first."""
+    """Lists the newest launches and runs without a launch, at most `--limit`, newest first."""
     if options.root != launches.ROOT and not options.root.is_dir():
         raise NotFoundError(f"there is no directory {options.root}, so there are no launches")
     rows, lines = [], [("launch", "phase", "state", "step", "why")]
@@ -137,7 +137,10 @@ def _check_plan(options: argparse.Namespace) -> int:
 
 
 def _end_leftovers(confirmed: bool) -> None:
-    """Lists trainers without a supervisor; with a confirmation, ends the leftovers of launches."""
+    """Lists trainers without a supervisor, and ends the leftovers among them.
+
+    Raises UsageError if there are leftovers and `confirmed` is False.
+    """
     from console import leftovers
 
     found, others = leftovers.find()
@@ -211,7 +214,7 @@ def _read_all(options: argparse.Namespace) -> RunSource:
 
 
 def _no_go(state: RunState, whole: bool) -> str:
-    """Returns "no go" with the state, the gates that did not pass, and any contradiction."""
+    """Returns the text of the alert `NO_GO`, or else "no go" with the reasons."""
     if text := status_text.no_go(state):
         return text
     word, why = status_text.outcome(state) if whole else (state.state, state.why)
@@ -266,7 +269,7 @@ def report(options: argparse.Namespace) -> int:
 
 
 def logs(options: argparse.Namespace) -> int:
-    """Prints the logs of a run: all logs merged, or one of them."""
+    """Prints the logs of the newest attempt, merged or one of them; --follow prints new lines."""
     from console.sources.logs import LogSource
 
     run = source(options)

@@ -18,7 +18,7 @@ FAILED = 5
 
 
 def screen(options: argparse.Namespace) -> int:
-    """Opens the screen, on the named run or else on a recent one, if any; returns the exit code.
+    """Opens the screen, on the named run or else a live or the newest one; returns the exit code.
 
     The garbage collector is off until the first picture, because startup creates little garbage.
     """

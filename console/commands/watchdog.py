@@ -1,4 +1,4 @@
-"""`nsa-console watchdog`: evaluates the watch rules from a run's files, without a supervisor."""
+"""`nsa-console watchdog`: evaluates the watch rules on a run, outside the supervisor."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ that asks for the GIL every 5 ms and never gets it waits at least `GIL_HELD_PER_
 OWN_WAITS = ("lock", "pipe", "child", "timer", "disk")
 """Kinds of system calls that count as a wait of the rank itself, not as a wait for its peers."""
 FOR_PEERS = ("peers", "device", "none")
-"""Classes of stacks that do not blame their rank: a wait for peers or for a GPU, or no stack."""
+"""Classes of stacks: a wait for peers or for a GPU, or no stack."""
 WORKER = "pt_data_worker"
 """Start of the name that torch gives to the worker processes of its loader."""
 
@@ -114,7 +114,7 @@ class Suspect:
 
     @property
     def runs(self) -> bool:
-        """True if the rank uses a core, and its stack shows no wait for peers or for its GPU.
+        """True if the rank uses a core, and the class of its stack is not in `FOR_PEERS`.
 
         False without a stack, because CUDA and NCCL also use a core while they wait. False too if
         the main thread is known to wait in a system call other than a futex.
@@ -266,7 +266,7 @@ def _native(of: Suspect) -> str:
 
 
 def device(of: Suspect) -> str:
-    """Returns the wait for the GPU in words, or "" if the class of the rank is not "device"."""
+    """Returns the wait for the GPU in words, or "" if the class of the stack is not "device"."""
     if of.where.kind != "device":
         return ""
     kernel = gpu_signs.kernel_words(of.gpu)

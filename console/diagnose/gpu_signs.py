@@ -99,7 +99,7 @@ def kernel_words(gpu: Gpu | None) -> str:
 
 
 def odd_ranks(gpus: Mapping[int, Gpu | None]) -> tuple[int, ...]:
-    """Returns the ranks whose GPU differs from the GPUs of the other ranks.
+    """Returns the ranks that the GPUs name as the cause of a stall.
 
     If a GPU is lost, these are the ranks with a lost GPU. Otherwise each GPU must be idle, or run a
     kernel with a known power draw; if not, returns (). If some GPUs are idle and others are not,

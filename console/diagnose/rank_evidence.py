@@ -1,7 +1,7 @@
 """The evidence about the ranks at one moment: positions, stall limits, and which ranks are slowest.
 
-The stall limit of a rank is max(floor, 5 × p99 of its phase). Start-up with the first step,
-evaluation and saving have their own limits. No file is read here.
+The stall limit of a rank in a step is max(floor, 5 × p99 of its phase). Start-up with the first
+step, evaluation, saving and the exit have their own limits. No file is read here.
 """
 
 from __future__ import annotations

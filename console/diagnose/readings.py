@@ -209,7 +209,7 @@ class History:
         """By rank: the share of fetch in the step time of the newest records. If these have only
         one step, the value is at most the share in the records before."""
         self.pace_ratio: float | None = None
-        """Pace of the last minute ÷ earlier pace, from the ranks' steps and this host's clock."""
+        """Pace of about the last minute ÷ earlier pace, by the steps and this host's clock."""
         self.growth_mib_s: dict[int, float] = {}
         """Growth of the memory of each rank."""
         self.truth = TruthHistory()

@@ -28,7 +28,7 @@ from trainers.contract.errors import UsageError, did_you_mean
 STRONG = frozenset(ACTIONS[2:])
 """Actions that end or interrupt a run."""
 STRONG_TIMES = 3.0
-"""A strong action needs a condition that lasts at least this many times as long as an alert."""
+"""A strong action needs a condition that lasts this many times `for_s` or the stall limit."""
 THROUGHPUT_DROP = "throughput_drop"
 PACE_LOST = 0.5
 """A drop of throughput is confirmed if the pace is at most this many times the earlier pace."""
@@ -86,9 +86,9 @@ def _consecutive(count: Callable[[History], int | None], sentence: str) -> Measu
 def _non_finite(now: Readings, history: History, _watch: Watch) -> Measured | None:
     """Returns the number of steps of this attempt with non-finite figures, on the worst rank.
 
-    For a strong action, only the newest consecutive records with a non-finite loss count, while the
-    records are current. Without such a step nothing is measured, because a former process may have
-    seen one.
+    `acts_at` is the number of the newest consecutive records whose loss is not finite, or 0 while
+    the records are not current. Without a non-finite figure nothing is measured, because a former
+    process may have seen one.
     """
     found = {rank: each for rank, each in history.nonfinite.items() if each.steps}
     if not found:
@@ -171,7 +171,7 @@ def _ecc(now: Readings, history: History, _watch: Watch) -> Measured | None:
 
 
 def _xid(now: Readings, _history: History, _watch: Watch) -> Measured | None:
-    """Adds up the Xids of GPUs with an Xid within `RECENT_XID_S`, also those of former attempts."""
+    """Adds up the Xids of each GPU whose newest Xid is recent; those of former attempts count."""
     if not now.gpus:
         return None
     recent = [gpu for gpu in now.gpus if gpu.xid_count
@@ -301,8 +301,8 @@ _gate_recorded = _recorded(gate_collapsed)
 def _by_loss(now: Readings, history: History) -> str:
     """Confirms a non-finite loss from records.
 
-    If the run has one rank, and training.csv has no newest row with a loss, a count above 0 in the
-    pulse confirms the non-finite loss.
+    If the run has one rank, and training.csv has no row, or no loss in its newest row, a count
+    above 0 in the pulse confirms the non-finite loss.
     """
     alone = [rank.nonfinite_steps for rank in now.ranks] if len(now.ranks) == 1 else []
     if alone and alone[0] > 0 and (now.csv is None or now.csv.loss is None):
@@ -367,7 +367,7 @@ def check(watch: Watch, where: str) -> None:
 
 
 def with_plan(watch: Watch, actions: Mapping[str, str]) -> tuple[Rule, ...]:
-    """Returns the table with a plan's changes; `actions` has a least action for some rules.
+    """Returns the table with a plan's changes; a rule in `actions` has at least that action.
 
     The value that clears a rule changes in proportion to the rule's threshold.
     """

@@ -156,7 +156,7 @@ def _is_of_backward(frame: Frame) -> bool:
 
 def _wait_of(frame: Frame) -> Wait | None:
     for file, functions, wait in _WAITS:
-        # A name without a folder is of the standard library, but a program may have such a file.
+        # A row without a folder is for the standard library. A program may have such a file too.
         is_file = frame.file == file or frame.file.endswith((f"/{file}", f" {file}"))
         if is_file and ("/" in file or frame.is_of_library) and functions.fullmatch(frame.function):
             return wait

@@ -87,7 +87,7 @@ class TruthHistory:
     def update(
         self, fresh: Sequence[Progress], ranks: Sequence[RankEvidence], gpus: Sequence[Gpu]
     ) -> None:  # fmt: skip
-        """Adds the new records and, if all ranks train, one sample of the GPUs."""
+        """Adds the new records and, if all ranks train after `WARM_STEPS`, a sample of the GPUs."""
         for progress in fresh:
             self._add(progress)
         is_training = all(
@@ -218,7 +218,7 @@ class TruthHistory:
     # --- the GPUs ------------------------------------------------------------------------------
 
     def own_gpus(self, gpus: Sequence[Gpu]) -> list[Gpu]:
-        """Returns the GPUs with at least as much memory in use as a rank of this run reserves.
+        """Returns the GPUs whose memory in use is at least the least that a rank has reserved.
 
         Returns [] if a rank has recorded no reserved memory. Also returns [] if the number of such
         GPUs differs from the number of ranks, because other jobs may then use GPUs too.

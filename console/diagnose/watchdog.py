@@ -19,8 +19,8 @@ from console.model import STALL, Level
 from console.plan import Watch
 
 LONGEST_GAP_S = 5.0
-"""If more time passes between two updates, only this much counts as observed, or twice the intended
-interval if that is longer."""
+"""Longest time between two updates that counts as observed, unless twice the intended interval is
+longer."""
 REPORT_WITHHELD_AT = 2
 """Number of the unconfirmed update at which a due action is reported as withheld. The first
 unconfirmed update is not reported, because a record may be late."""
@@ -61,8 +61,8 @@ class _State:
 class Watchdog:
     """Watches one attempt.
 
-    `actions` has a least action for some rules, for example with --halt. `interval_s` is the
-    intended time between two updates. `settings` is that of `History`.
+    `actions` is that of `with_plan`. `interval_s` is the intended time between two updates.
+    `settings` is that of `History`.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Watchdog:
     def _act(
         self, rule: Rule, state: _State, measured: Measured, now: Readings
     ) -> Iterator[Change]:  # fmt: skip
-        """Yields the due action of a raised rule, or the reason why this action is withheld."""
+        """Yields the due action of a raised rule; reports once that the action is withheld."""
         if state.acted or rule.action == "warn":
             return
         doubt = ""
@@ -154,7 +154,7 @@ class Watchdog:
 
     def _lasted(self, rule: Rule, state: _State, measured: Measured) -> bool:
         """Returns whether a value is severe and has lasted long enough for a strong action."""
-        # Up to the alert, the condition has lasted once. `acts_at` may become severe only later.
+        # The time before the alert counts once. A value in `acts_at` may become severe only later.
         times = STRONG_TIMES - 1 if measured.acts_at is None else STRONG_TIMES
         observed_s = times * max(rule.for_s, measured.limit_s)
         act_s = self._act_s(measured.limit_s) if measured.limit_s else 0.0
@@ -171,7 +171,7 @@ class Watchdog:
         return next(rule.action for rule in self.rules if rule.name == STALL)
 
     def stall_policy(self) -> str:
-        """Returns the action on a stall, and when the action is due, in words."""
+        """Returns the action on a stall in words; for a strong action, also when it is due."""
         limit_s, action = self.watch.stall_floor_s, self.stall_action
         text = f"on stall ({limit_s:g} s): alert"
         if action in STRONG:
