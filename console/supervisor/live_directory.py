@@ -78,7 +78,7 @@ class Live:
                 rundir.remove_tree(unready)
 
     def _create_files(self, folder: Path, attempt: int) -> None:
-        """Creates the ranks' files and the halt board; allocates pulses and board. Raises OSError."""
+        """Creates the ranks' files and the halt board. Raises OSError, also if memory is full."""
         pulses = [rundir.pulse(folder, rank) for rank in range(self._nproc)]
         for path in (*pulses, rundir.halt_board(folder, attempt)):
             pulse.mapped(path, pulse.SIZE_BYTES).close()
