@@ -49,7 +49,7 @@ UNITS: Mapping[str, tuple[str, str]] = {
 
 @dataclass(slots=True)
 class LatestRecords:
-    """The progress of one rank in one attempt, from its newest records."""
+    """The newest records of one rank in one attempt, and the totals of this attempt."""
 
     totals: AttemptTotals = field(default_factory=AttemptTotals)
     last: Record = field(default_factory=dict)

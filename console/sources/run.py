@@ -160,7 +160,7 @@ class RunSource:
     def _launch(self) -> LaunchState | None:
         if self.launch_path is None:
             return None
-        # The directories are read first, so that plan_state.json names the phase of each of them.
+        # The directories are read first, so that plan_state.json names the phase of each.
         existing = [path.name for path in run_directories(self.launch_path)]
         paths = [self.launch_path / name for name in (rundir.PLAN, rundir.PLAN_STATE)]
         plan, state = map(self._document, paths)
@@ -189,8 +189,8 @@ class RunSource:
     def _current_run(self, launch: LaunchState | None) -> Path | None:
         """Returns the run of the last phase that has started, or None if there is none.
 
-        If the launch is unsupervised, or if its documents are in doubt and do not say that it is
-        under way, the newest run with processes that are alive is preferred.
+        If the launch is unsupervised, or if its documents are in doubt and it is not under way, the
+        newest run with processes that are alive is preferred.
         """
         if launch is None or self.launch_path is None:
             return None

@@ -61,7 +61,7 @@ class Thinner:
     """The open span of each level, or None."""
 
     def add(self, file: str, at: float, values: Mapping[str, float]) -> Iterator[Span]:
-        """Adds the values of one record; yields the spans that end with this record."""
+        """Adds the values of one record; yields the spans that this record closes."""
         self.first_ts = self.first_ts if self.records else at
         self.records += 1
         for level, width_s in enumerate(SPANS_S):
@@ -241,7 +241,7 @@ class Series:
         return p50, p99, len(steps)
 
     def eta_s(self, step: int, planned: int) -> float | None:
-        """Returns the seconds to the planned step at the measured speed, or None without a speed.
+        """Returns the seconds to the planned step: 0 if it is reached, None without a known speed.
 
         The speed includes pauses, but the time between two records counts as at most `PAUSE` times
         its usual length, so that one stall hardly changes the result.

@@ -255,7 +255,7 @@ class Summary:
         return ""
 
     def _starts_differ(self, ranks: range) -> str:
-        """Returns a sentence on ranks that began a restarted attempt at different steps, or ""."""
+        """Returns a sentence on a later attempt that ranks began at different steps, or ""."""
         for attempt in self.all_attempts[1:]:
             starts = {
                 part.start: rank for rank in sorted(self.ranks) if rank in ranks

@@ -130,7 +130,7 @@ class Live:
             self._home = None
 
     def renew(self, attempt: int) -> None:
-        """Replaces the directory by a new directory, for the next attempt."""
+        """Replaces the directory with a new directory, for the next attempt."""
         self.remove()
         self._open(attempt, adopt=False)
 

@@ -1,6 +1,6 @@
 """Executes the request `override`: an operator accepts, with a reason, a gate that did not pass.
 
-An override is stored as an event `override` of the run. The supervisor writes the event while the
+The override is stored as an event `override` of the run. The supervisor writes the event while the
 phase runs; `apply_to_ended` writes it after the launch has ended.
 """
 
