@@ -25,7 +25,7 @@ from trainers.contract import flags, jsonl, rundir
 LOW_PRIORITY = ("nice", "-n", "19")
 LOADS = (sys.executable, "-P", "-m", "trainers.load")
 DAMAGED = 15
-"""The exit code for a damaged checkpoint."""
+"""The exit code of `trainers.load` for a checkpoint that does not load."""
 PROGRAM_BYTES = 512 << 20
 """Memory that the loading program may need in addition to the size of the files.
 
