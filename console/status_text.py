@@ -1,4 +1,4 @@
-"""Returns the state of a run as text lines, sentences, exit code and JSON."""
+"""Formats the state of a run: text lines, sentences, exit code and JSON."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def age(seconds: float | None) -> str:
 def clock(ts: float, form: str = "%H:%M:%S", utc: bool = False) -> str:
     """Returns a time as text, local by default.
 
-    A time before 1970 becomes that of 1970, and a time after the year 4147 that of 4147, because
-    a record may have any number, and not every number is a date.
+    The time is limited to the years 1970 to 4147, because a record may have any number, and not
+    every number is a date.
     """
     convert = time.gmtime if utc else time.localtime
     return time.strftime(form, convert(max(0.0, min(ts, 1 << 36))))
@@ -91,7 +91,7 @@ def spans(numbers: Iterable[int], dash: str = "-") -> list[str]:
 def rank_names(ranks: Iterable[int], one: str = "", many: str = "") -> str:
     """Returns the names of ranks with a verb, for example "rank 3 waits" or "ranks 0-2, 4 wait".
 
-    If there are more than `MOST_SPANS` ranges, the number of all ranks replaces the other ranges.
+    If there are more than `MOST_SPANS` ranges, the number of all ranks replaces the later ranges.
     """
     numbers = list(ranks)
     found = spans(numbers)
@@ -194,7 +194,7 @@ def with_word(word: str, why: str) -> str:
 
 
 def as_json(state: RunState, whole: bool = False) -> dict[str, Any]:
-    """Returns a run's state as JSON data; its keys are documented and stable."""
+    """Returns a run's state as JSON data; docs/json.md describes the keys."""
     return dataclasses.asdict(state) | {"exit_code": exit_code(state, whole)}
 
 
@@ -287,7 +287,7 @@ def _state_lines(state: RunState, whole: bool) -> Iterator[str]:
 
 
 def skipped(state: RunState) -> str:
-    """Returns how many records cannot be read, and in which part of the files."""
+    """Returns how many records cannot be read, and in which part of the files if not in all."""
     text = f"{counted(state.skipped_records, 'record')} cannot be read"
     return f"at least {text} ({state.skipped_in})" if state.skipped_in else text
 

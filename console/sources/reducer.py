@@ -27,7 +27,7 @@ MAX_ATTEMPT = 100_000
 """An attempt with a higher number has no head, and is never the present attempt."""
 KEPT_HEADS = 4
 STARTED_RECORDS = 2
-"""Without an attempt in supervisor.json, an attempt has started after this many new records."""
+"""If supervisor.json names no attempt, an attempt with this many read records has started."""
 MAX_ALERTS, MAX_LAYERS = 256, 128
 CHARTED = ("loss", "toks_per_s", "grad_norm", "gate_entropy_mean", "bytes_right")
 UNITS: Mapping[str, tuple[str, str]] = {
@@ -44,22 +44,22 @@ UNITS: Mapping[str, tuple[str, str]] = {
     "gpu_mem_alloc": ("MiB", "step"), "gpu_mem_reserved": ("MiB", "step"),
     "skipped_steps": ("steps", "run"), "dropped_records": ("records", "run"),
 }  # fmt: skip
-"""Unit and window of figures in a progress record; `model.loss_unit` has the unit of the loss."""
+"""Unit and window of figures in a progress record; `model.loss_unit` returns that of the loss."""
 
 
 @dataclass(slots=True)
 class LatestRecords:
-    """The progress of one rank in one attempt, from its newest records."""
+    """The newest records of one rank in one attempt, and the totals of this attempt."""
 
     totals: AttemptTotals = field(default_factory=AttemptTotals)
     last: Record = field(default_factory=dict)
     progress: Record | None = None
     figures: Record | None = None
-    """The newest `progress` record with at least one of the figures in `UNITS`."""
+    """The newest `progress` record with at least one of the figures in `UNITS`, or None."""
     error_words: str = ""
-    """The text of the first `error` record since the last progress, or "" if there is none."""
+    """The start of the first error text since the last progress, or "" if there is none."""
     reason: str = ""
-    """The first reason that the rank recorded for its halt or exit, or "" if there is none."""
+    """The start of the first recorded reason for a halt or exit, or "" if there is none."""
     step: int = 0
     halt: int | None = None
     """The step of the newest `halt` record, or None if there is none since the last progress."""
@@ -124,11 +124,11 @@ class Events:
 
     state: dict[str, Any] | None = None
     alerts: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The event of each open alert."""
+    """The events of open alerts, at most `MAX_ALERTS`; the key is the alert's name."""
     acknowledged: set[str] = field(default_factory=set)
     attempts: int | None = None
     stalls: int | None = None
-    """None before the first event; `attempts` remains None until an event has an attempt."""
+    """`stalls` is None before the first event, `attempts` before the first with an attempt."""
 
     def add(self, event: dict[str, Any]) -> None:
         kind = jsonl.text(event, "kind")
@@ -285,7 +285,7 @@ class Reducer:
         return {rank: by_attempt[attempt] for rank, by_attempt in heads if attempt in by_attempt}
 
     def samples(self, attempt: int) -> dict[str, dict[str, Any]]:
-        """Returns the newest sample of each host, except samples of an earlier attempt."""
+        """Returns the newest samples by host, without those of an earlier attempt."""
         found = {}
         for sample in self.newest_samples.values():
             of = jsonl.integer(sample, "attempt")
@@ -295,7 +295,7 @@ class Reducer:
 
 
 def _charted(name: str, record: Mapping[str, Any]) -> dict[str, float | None] | None:
-    """Returns the charted values of a record, or None if the record is not charted."""
+    """Returns the charted values of a record or sample, or None if it is not charted."""
     rank = rank_of(name)
     if rank is None:
         return _charted_sample(record)

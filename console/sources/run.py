@@ -1,7 +1,7 @@
-"""Reads one run, or the current run of a launch, as a `RunState`, and follows its new records.
+"""Reads one run, or the current run of a launch, as a `RunState`; each poll reads new records.
 
-No content of a run directory raises an error here. Lines that are not records are counted, and an
-alert names a document that cannot be read.
+Damaged content is not an error: lines that are not records are counted, and an alert names a
+document that is not a JSON object.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ WHOLE_BYTES = 1 << 30
 class RunSource:
     """Follows a run, or the current run of a launch. Only one thread at a time may call `poll`.
 
-    `reads` selects the records as in `RunRecords`. One `poll` reads about `limit_bytes` of records;
-    the state has the number of bytes left. With `reads="charts"` a poll reads up to twice as many
-    bytes; the first polls show the present state, and later polls add the older series. If `only`
-    has names, the series have only these quantities.
+    `reads` selects the records as in `RunRecords`. One `poll` reads at most about `limit_bytes` of
+    records; the state has the number of bytes left. With `reads="charts"` a poll reads up to twice
+    as many bytes; the first polls show the present state, and later polls add the older series. If
+    `only` has names, the series have only these quantities.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class RunSource:
         self._charts: RunRecords | None = None
         """The records for the charts. After all of them have been read, they replace `_records`."""
         self._is_away = False
-        """True if the current run of a launch has no directory, or has a link in its place."""
+        """True if the path of a launch's current run is not a directory, or is a link."""
         self._began_away = False
         """The value of `_is_away` when `_records` was made; if True, `_records` has no snapshot."""
 
@@ -78,9 +78,9 @@ class RunSource:
 
     @property
     def counted(self) -> tuple[bool, float | None, int]:
-        """Three values: whether the totals include a snapshot, the snapshot's time, and a count.
+        """Three values: whether the totals include a snapshot, its time or None, and a count.
 
-        The count is the number of heartbeat records that were read in addition.
+        The count is the number of heartbeat records that the totals include in addition.
         """
         records = self._records
         if records is None:
@@ -149,7 +149,7 @@ class RunSource:
         return RunRecords(run, "all" if self._is_away else first, self._only)
 
     def _behind_bytes(self, records: RunRecords) -> int:
-        """Returns the number of bytes left to read, including those for the charts."""
+        """Returns the number of bytes left to read; with `reads="charts"`, for the charts."""
         if self._reads != "charts" or self._charts is records:
             return records.files.behind_bytes
         charts = self._charts
@@ -160,7 +160,7 @@ class RunSource:
     def _launch(self) -> LaunchState | None:
         if self.launch_path is None:
             return None
-        # The directories are read first, so that plan_state.json names the phase of each of them.
+        # The directories are read first, so that plan_state.json names the phase of each.
         existing = [path.name for path in run_directories(self.launch_path)]
         paths = [self.launch_path / name for name in (rundir.PLAN, rundir.PLAN_STATE)]
         plan, state = map(self._document, paths)
@@ -172,7 +172,7 @@ class RunSource:
     def _phase_of(self, run: Path) -> dict[str, Any]:
         """Returns the entry of a run in plan_state.json, with the keys of supervisor.json.
 
-        `ts` is the time at which the run ended. Returns {} if there is no state of the run.
+        `ts` is the time at which the run ended, or None. Returns {} if there is no valid state.
         """
         state = self._document(self.launch_path / rundir.PLAN_STATE) if self.launch_path else {}
         for index, phase in enumerate(jsonl.entries(state, "phases")):
@@ -189,8 +189,8 @@ class RunSource:
     def _current_run(self, launch: LaunchState | None) -> Path | None:
         """Returns the run of the last phase that has started, or None if there is none.
 
-        If the launch is unsupervised, or if its documents are in doubt and do not say that it is
-        under way, the newest run with processes that are alive is preferred.
+        If the launch is unsupervised, or if its documents are in doubt and it is not under way, the
+        newest run with processes that are alive is preferred.
         """
         if launch is None or self.launch_path is None:
             return None

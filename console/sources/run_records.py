@@ -21,7 +21,7 @@ RECENT_BYTES = 256 << 10
 MAX_TAIL_BYTES = 64 * RECENT_BYTES
 """If more bytes of heartbeat records follow a snapshot, `recent` ignores the snapshot."""
 SHORT_BYTES = 4 << 20
-"""The charts of a short run (`_is_short`) use every record."""
+"""The largest size of a short run (`_is_short`), whose charts use every record."""
 Reads = Literal["all", "recent", "charts", "end"]
 """The records to read.
 
@@ -31,7 +31,7 @@ Reads = Literal["all", "recent", "charts", "end"]
 - `charts`: the records after the snapshot, and the series before it. Without a valid snapshot, or
   for a short run: every record.
 
-After a snapshot, the newest heartbeat records before it are read too.
+If a snapshot is used, the newest heartbeat records before the snapshot are read too.
 """
 Records = Mapping[int, Mapping[str, Any]]
 """For each rank, the newest progress record with a figure, or else its newest progress record."""
@@ -59,7 +59,7 @@ class RunRecords:
         """The present attempt; `heads` has the records of this attempt."""
         self.heads: Mapping[int, LatestRecords] = {}
         self.samples: Mapping[str, dict[str, Any]] = {}
-        """The newest sample of each host, except samples of an earlier attempt."""
+        """The newest samples by host, without those of an earlier attempt."""
         self.gpus: tuple[Gpu, ...] = ()
 
     @property
@@ -75,7 +75,7 @@ class RunRecords:
         return self.reducer.events.state
 
     def poll(self, attempt: int | None, world: int | None, limit_bytes: int) -> None:
-        """Reads about `limit_bytes` of new records.
+        """Reads at most about `limit_bytes` of new records.
 
         `attempt` comes from supervisor.json, `world` from run.json.
         """
@@ -92,8 +92,8 @@ class RunRecords:
         """Returns the open alerts of the run and those in `more`, the worst first.
 
         Acknowledged alerts follow after all others. `status` is the supervisor heartbeat, or {} if
-        there is none. While `status` is recent, its alerts replace those of the events, because an
-        event may not have been written to a full disk.
+        there is none. While `status` is recent, its alerts replace those of the events, because a
+        full disk may lack the newest events.
         """
         by_events = self.reducer.events.open()
         found = list(by_events.values())
@@ -109,7 +109,7 @@ class RunRecords:
         return tuple(sorted([*found, *more], key=_urgency))
 
     def figures(self, loss_unit: str) -> Mapping[str, Figure]:
-        """Returns the newest figures of rank 0 and of the samples, the largest memory, the stalls.
+        """Returns the newest figures of rank 0 and of the samples, the memory, and the stalls.
 
         A run without a stall has no figure `stalls`. This figure is as new as the newest of the
         others.
@@ -131,7 +131,7 @@ class RunRecords:
 
 
 def _is_short(run: Path) -> bool:
-    """Returns whether a run's `.jsonl` files have at most `SHORT_BYTES` in all, none compressed."""
+    """Returns whether a run has at most `SHORT_BYTES` of records, and no compressed records."""
     there = rundir.names(run)
     if there is None:
         return False
@@ -184,7 +184,7 @@ def step_figures(progress: Records, series: Series) -> dict[str, Figure]:
 
 
 def sample_figures(samples: Mapping[str, Mapping[str, Any]]) -> dict[str, Figure]:
-    """Returns free disk space, load and memory; a later sample overrides an earlier one."""
+    """Returns free disk space, load and memory, each from the last of `samples` that has it."""
     figures = {}
     for sample in samples.values():
         at = jsonl.number(sample, "ts") or 0.0

@@ -1,7 +1,7 @@
 """Stores the time series of one run, for example for the charts and the ETA.
 
-The newest records of a file are stored as points. For older times, the smallest and the largest
-value of each span of 10 s, 1 min, 10 min or 2 h is stored. A span begins at a multiple of its
+The newest records of a file are stored as points. The smallest and the largest value of each span
+of 10 s, 1 min, 10 min and 2 h are stored for older times. A span begins at a multiple of its
 width, so its limits do not depend on the reader.
 """
 
@@ -18,12 +18,12 @@ from statistics import median_low
 
 RAW_RECORDS = 600
 SPANS_S, KEPT_SPANS = (10, 60, 600, 7200), (1080, 1440, 4032, 4032)
-"""The widths of the spans, and how many are used: for 3 hours, a day, 4 weeks, 11 months."""
+"""The widths of the spans, and how many are used: 3 hours, a day, 4 weeks, 11 months."""
 MAX_SERIES, MAX_ENDED = 16_384, 10_000
 STEP_WINDOW, PACE_WINDOW, PAUSE = 200, 64, 5
 AHEAD_S = 60.0
 LATEST_S = 1 << 40
-"""`Series.add` ignores records from this time (unix s) on, because it cannot be right."""
+"""`Series.add` ignores records from this time (unix s) on: such a time cannot be right."""
 Points = tuple[tuple[float, float], ...]
 """Points of one quantity, oldest first: (unix s, value)."""
 Values = tuple[float, Mapping[str, float]]
@@ -58,10 +58,10 @@ class Thinner:
     first_ts: float = 0.0
     """The time of the first record."""
     now: list[Span | None] = field(default_factory=lambda: [None] * len(SPANS_S))
-    """The open span of each level."""
+    """The open span of each level, or None."""
 
     def add(self, file: str, at: float, values: Mapping[str, float]) -> Iterator[Span]:
-        """Adds the values of one record; yields the spans that ended before this record."""
+        """Adds the values of one record; yields the spans that this record closes."""
         self.first_ts = self.first_ts if self.records else at
         self.records += 1
         for level, width_s in enumerate(SPANS_S):
@@ -136,7 +136,7 @@ class Series:
         """The open spans of each file."""
         self.ended: deque[Span] = deque(maxlen=MAX_ENDED)
         self._built: dict[str, tuple[int, Points]] = {}
-        """The number of records in the file of a quantity at its last `_build`, and the points."""
+        """The points of a quantity, after the number of records that its file had at that time."""
         self.durations_s: deque[float] = deque(maxlen=STEP_WINDOW)
         self._steps = 0
         """The number of durations that `add_steps` has added."""
@@ -144,9 +144,9 @@ class Series:
         """The time and the step of the newest records with step durations."""
 
     def add(self, file: str, at: float, values: Mapping[str, float | None]) -> None:
-        """Adds the values of one record of a file, except values that are not finite.
+        """Adds the values of one record of a file, except None and values that are not finite.
 
-        A value is also left out if its quantity belongs to another file, is not in `only`, or
+        A value is also left out if its quantity belongs to another file, is excluded by `only`, or
         would be one more than `MAX_SERIES`. A record without a valid time is ignored. If a clock
         was set back, times may be out of order.
         """
@@ -195,8 +195,8 @@ class Series:
     def points(self, name: str) -> Points:
         """Returns the points of a series, coarser for older times, or () if there are none.
 
-        Points more than `AHEAD_S` later than the last record are dropped, because the clock was
-        ahead.
+        Points more than `AHEAD_S` later than the last added point are dropped, because the clock
+        was ahead.
         """
         of = self._files.get(name, "")
         rows, thinner = self._newest.get(of, ()), self.thinners.get(of)
@@ -241,10 +241,10 @@ class Series:
         return p50, p99, len(steps)
 
     def eta_s(self, step: int, planned: int) -> float | None:
-        """Returns the seconds to the planned step at the measured speed, or None without a speed.
+        """Returns the seconds to the planned step: 0 if it is reached, None without a known speed.
 
-        The speed includes pauses. The time between two records counts as at most `PAUSE` times its
-        usual length, so that one stall hardly changes the result.
+        The speed includes pauses, but the time between two records counts as at most `PAUSE` times
+        its usual length, so that one stall hardly changes the result.
         """
         if planned <= step:
             return 0.0

@@ -28,7 +28,7 @@ from trainers.contract import heartbeat, jsonl, rundir
 VERSION = 4
 """The format of snapshot.json; a reader ignores another version and reads the files instead."""
 HISTORY_BYTES = 4 << 20
-"""The most bytes read of a history file and its `.1`; from this size on, it is renamed to `.1`."""
+"""The most bytes read of a history file and its `.1`; a file of this size is renamed to `.1`."""
 CHECKED_BYTES = 4 << 10
 """Bytes before a heartbeat's cursor whose records are compared with the totals."""
 FLOATS = float, float | None
@@ -122,7 +122,7 @@ def _fill(run: Path, saved: Mapping[str, Any], reducer: Reducer, most_bytes: int
 
 
 def _check_files(run: Path, cursors: Mapping[str, Cursor], most_bytes: int | None) -> None:
-    """Raises ValueError if a file was replaced or too many heartbeat bytes follow the snapshot."""
+    """Raises ValueError if a file does not fit its cursor, or too many heartbeat bytes follow."""
     since = 0
     for name, cursor in cursors.items():
         rank, path = rank_of(name), run / name
@@ -173,8 +173,8 @@ def _origin_and_args(kind: Any) -> tuple[Any, tuple[Any, ...]]:
 def _read(kind: Any, value: Any, empty: Any = None) -> Any:
     """Returns an object of the type `kind` from the form in which `plain` returned it.
 
-    Raises one of `INVALID` for a value in another form; but for a tuple, the characters of a text
-    or the keys of an object are accepted as items. A deque gets the maximum length of `empty`.
+    May raise one of `INVALID` for a value in another form. A deque gets the maximum length of
+    `empty`.
     """
     if value.__class__ is float and kind in FLOATS:
         return value  # most values of a snapshot

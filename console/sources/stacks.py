@@ -2,8 +2,8 @@
 
 faulthandler and `trainers.contract.dumps` write dumps in the same form. Text that is not a dump
 causes no error. py-spy is used if the operator has installed it. With `--nonblocking`, it reads the
-memory of the process and does not pause the process. The kernel must allow this access; it has the
-same rules for a debugger.
+memory of the process and does not pause the process. The kernel must allow this, as it must for a
+debugger.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_TRIES = 8
 """The most files of one rank that are tried until a file can be read."""
 MAX_FRAMES = 200
 MAIN = "main"
-"""The name of the first thread of a dump: the main thread, or the thread that crashed."""
+"""The name of the main thread or current thread of a dump."""
 _FRAME = re.compile(r'\s*File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _THREAD = re.compile(r"(?:Current t|T)hread (?P<name>.+?)(?: \(most recent call first\))?:?\s*$")
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3|^<")
@@ -127,9 +127,10 @@ def newest_of(
     name: re.Pattern[str], read: Callable[[Path, int, float], T | None], run: Path,
     ranks: Iterable[int], since_ts: float, until_ts: float,
 ) -> dict[int, T]:  # fmt: skip
-    """Returns what `read` returns for the newest readable file of each rank, in a span of time.
+    """Returns the content of the newest readable file of each rank, in a span of time.
 
-    `name` matches the rank and the time (ms). At most `MAX_TRIES` files of a rank are tried.
+    `name` matches the rank and the time (ms); `read` returns the content, or None. At most
+    `MAX_TRIES` files of a rank are tried.
     """
     left, found = dict.fromkeys(ranks, MAX_TRIES), dict[int, T]()
     names = filter(None, map(name.fullmatch, rundir.names(run) or []))
@@ -148,7 +149,7 @@ def newest_of(
 def py_spy_dump(pid: int, start_ticks: int | None, limit_s: float) -> str:
     """Returns the stacks of a process in the form of a dump, or "" if they are not available.
 
-    If the process with this pid did not start at `start_ticks`, they are not available.
+    The stacks are not available if the process with this pid did not start at `start_ticks`.
     """
     path = environ.get("PATH") or ""
     program = shutil.which("py-spy", path=path)

@@ -31,8 +31,8 @@ STEPPING = ("fetch", "forward", "backward", "optimizer", "log", "step")
 class GpuTotals:
     """The totals for the mean utilisation of each GPU while the ranks are in a training step.
 
-    The time between two samples counts if in both, every rank of the sample was in a step. If this
-    time is longer than `EVERY_S`, the excess is treated as idle, so that missing samples can only
+    The time between two samples counts if every rank of both samples was in a step. If this time is
+    longer than `EVERY_S`, the excess is treated as idle, so that missing samples can only
     lower the use. The time from one attempt to the next counts as idle.
     """
 
@@ -48,7 +48,7 @@ class GpuTotals:
     mono: float = -math.inf
 
     def add(self, sample: Record) -> None:
-        """Adds a sample; it is ignored if it is not newer than the others or has no attempt."""
+        """Adds a sample. A sample without an attempt, or not newer than the others, is ignored."""
         mono, attempt = jsonl.number(sample, "mono"), jsonl.integer(sample, "attempt")
         if mono is None or attempt is None or not self.mono < mono < math.inf:
             return
@@ -90,17 +90,17 @@ class Summary:
         self.ranks: dict[int, RankTotals] = {}
         self.gpus = GpuTotals()
         self.files: GateFiles | None = None
-        """The result of `gate_files.read`, or None before the call."""
+        """The result of `gate_files.read`, or None if there is none."""
         self.is_live = False
         """True if the newest attempt still writes records, so its next records are not missing."""
         self.loaded: dict[int, int] = {}
         """Attempt in which another process loaded a checkpoint; the key is the saved step."""
         self.overrides: dict[str, str] = {}
-        """Reason, operator and time of each requested override. The key is the gate's name."""
+        """Reason, operator and time of requested overrides. The key is the gate's name."""
         self.former: Summary | None = None
-        """The totals of the run that this run continues.
+        """The totals of the run from which this run resumed, if no step was left to do; else None.
 
-        The gates use them if this run has no step.
+        The gates use these totals in place of those of this run.
         """
         self.loaded_step = 0
         """The step of the checkpoint that all ranks of a continuing run have loaded, or 0."""
@@ -119,7 +119,7 @@ class Summary:
         return self.ranks[rank].add(record)
 
     def add_event(self, event: Record) -> None:
-        """Adds the event of a loaded checkpoint or of an override; other events are ignored."""
+        """Adds the event of a load or of an override; other events are ignored."""
         kind, step = jsonl.text(event, "kind"), jsonl.integer(event, "step")
         if kind == "checkpoint" and event.get("what") == "load" and step is not None:
             attempt = jsonl.integer(event, "attempt") or 0
@@ -130,7 +130,7 @@ class Summary:
             self.overrides[jsonl.text(event, "gate")[:80]] = f"{reason} ({by}, {stamp})"
 
     def take_load(self, attempt: int, step: int, passed: bool) -> None:
-        """Adds the newest result of a load; a failed load removes the checkpoint from `loaded`."""
+        """Adds the result of a load; a load that did not pass removes the step from `loaded`."""
         if not passed:
             self.loaded.pop(step, None)
         elif step in self.loaded or len(self.loaded) < MAX_LOADED:
@@ -255,7 +255,7 @@ class Summary:
         return ""
 
     def _starts_differ(self, ranks: range) -> str:
-        """Returns a sentence on ranks that began a later attempt at different steps, or ""."""
+        """Returns a sentence on a later attempt that ranks began at different steps, or ""."""
         for attempt in self.all_attempts[1:]:
             starts = {
                 part.start: rank for rank in sorted(self.ranks) if rank in ranks
@@ -270,8 +270,8 @@ class Summary:
     def resumed_at_end(self) -> int:
         """The step of the checkpoint that all ranks loaded, or 0.
 
-        The value is 0 if a rank recorded a step or did not exit with code 0, or if the run stalled
-        or was restarted.
+        The value is 0 if a rank recorded a step or did not exit with code 0, or unless the run is
+        known to have one attempt and no stall.
         """
         parts = [self.of_attempt(rank, 1) for rank in range(self.world)]
         starts = {part.start if part and part.exit and part.exit[1] == 0 else 0 for part in parts}

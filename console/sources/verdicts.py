@@ -62,5 +62,5 @@ def _is_another(other: Path, run: Path) -> bool:
     """Returns whether `other` is a directory of its own, and not that of `run`."""
     try:
         return not (other.is_symlink() or other.samefile(run))
-    except OSError:  # one of the directories no longer exists
+    except OSError:  # one of the directories may no longer exist
         return True

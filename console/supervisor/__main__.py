@@ -47,8 +47,8 @@ def handle_signals(on_stop: Callable[[int], None]) -> None:
     """Makes TERM and INT call `on_stop`; most other signals then have no effect.
 
     SIGUSR1 is ignored, and stays ignored in torchrun, because exec does not change that. All other
-    signals, except `UNHANDLED_SIGNALS`, get a handler that does nothing, so that torchrun ignores
-    none of them.
+    signals, except `UNHANDLED_SIGNALS`, get a handler that does nothing. The exec of torchrun then
+    resets these signals to their default actions.
     """
     for number in signal.valid_signals() - UNHANDLED_SIGNALS:
         signal.signal(number, lambda *_: None)

@@ -75,7 +75,7 @@ class Attempt:
         self._unwritten = ""
         """The text of the alert `DROPPED` if it was open at the end, or ""."""
         self._again_at = math.inf
-        """The time at which failed work in the run directory is tried again (monotonic s)."""
+        """The time at which the failed work of a stage is tried again (monotonic s)."""
         if former is None or former.is_unstarted:
             self._begin_preparing()
         else:
@@ -102,7 +102,7 @@ class Attempt:
             (self._begin_preparing if self.stage == "prepare" else self._read_rest)()
 
     def end(self, action: str, by: str) -> str:
-        """Halts, restarts, stops or kills the ranks; returns the answer.
+        """Ends the attempt by a halt, restart, stop or kill; returns the answer.
 
         No signal is sent before torchrun starts, after all processes have ended, or while this
         action or a stronger one is in progress. For a halt, the caller has already written `.HALT`,

@@ -1,7 +1,7 @@
-"""Loads new checkpoints of a run in another process, and then runs the back-up of the plan.
+"""Loads new checkpoints of a run in another process, and runs the back-up of the plan.
 
-One program runs at a time, at the lowest priority. If several checkpoints wait, only the newest is
-loaded.
+The back-up follows a successful load. One program runs at a time, at the lowest priority. If
+several checkpoints wait, only the newest is loaded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainers.contract import flags, jsonl, rundir
 LOW_PRIORITY = ("nice", "-n", "19")
 LOADS = (sys.executable, "-P", "-m", "trainers.load")
 DAMAGED = 15
-"""The exit code for a damaged checkpoint."""
+"""The exit code of `trainers.load` for a checkpoint that does not load."""
 PROGRAM_BYTES = 512 << 20
 """Memory that the loading program may need in addition to the size of the files.
 
@@ -50,7 +50,7 @@ class CheckpointCheck:
         """The program that runs: a key of `ALERTS`, or "" for none."""
         self._job: Future[Outcome] | None = None
         self._seen = 0
-        """The step of the newest checkpoint."""
+        """The step of the newest checkpoint at the last `poll`."""
         self._threads = ThreadPoolExecutor(1, "checkpoint")
         self._stopped = False
         """True if no further program may start."""
@@ -63,10 +63,10 @@ class CheckpointCheck:
         return f"the checkpoint of step {self._newest[1]} is being {verb}" if verb else ""
 
     def poll(self, attempt: int, newest: int) -> None:
-        """Reports a program that has ended, and starts the next program; never waits.
+        """Reports a program that has ended, and starts the next program if one is due; never waits.
 
-        `newest` is the step of the newest checkpoint of this attempt, or 0. Raises RuntimeError or
-        OSError if no thread, process or descriptor is left; there is then no result.
+        `newest` is the step of the newest checkpoint of this attempt, or 0. Raises RuntimeError
+        if no thread can start, or OSError if no descriptor is left; there is then no result.
         """
         self._seen = newest
         if self._job is not None:
@@ -136,7 +136,7 @@ class CheckpointCheck:
     def _harmless(self, step: int, path: Path) -> str:
         """Returns why a failure needs no operator, or "" if it may need an operator.
 
-        A missing checkpoint is harmless only if there is a newer checkpoint.
+        If there is a newer checkpoint, a missing checkpoint needs no operator.
         """
         if self._stopped:
             return "the run ends"

@@ -32,8 +32,8 @@ from trainers.contract import rundir
 class Services:
     """The objects that a launch shares with its runs.
 
-    `directory` is the thread of the run directory, `poller` belongs to the main loop, and `link` is
-    the connection to the owner.
+    `directory` has the thread that works on the run directory, `poller` belongs to the main loop,
+    and `link` is the connection to the owner.
     """
 
     directory: Directory

@@ -1,8 +1,7 @@
-"""Checks documents of a former supervisor against each other, events and processes.
+"""Checks the documents of a former supervisor against each other, the events and the processes.
 
-A restart that is due, or a flag for later phases, is accepted only if an event confirms it.
-Otherwise a warning says that it is ignored. If two documents contradict each other, the launch is
-not adopted.
+A due restart, or a flag for later phases, that no event confirms is ignored, with a warning. If the
+checks find a contradiction, the launch is not adopted.
 """
 
 from __future__ import annotations
@@ -138,7 +137,7 @@ def check_run(
 
     If supervisor.json lacks the end of the run, for example after a full disk, the end comes from
     the supervisor heartbeat or from the last state in the events, unless a rank is alive. After
-    such an end, whatever it is, no further attempt starts.
+    such an end, no further attempt starts.
     If the former supervisor accepted a halt, stop or kill, no further attempt starts either.
     Raises RefusedError, for example if plan.json or a process that is alive contradicts run.json.
     """
@@ -199,8 +198,8 @@ def never_started(run: Path, state: Mapping[str, Any], number: int) -> bool:
 
     A supervisor makes the directory of the attempt's logs before it starts torchrun, and writes an
     event after the start. Before the first attempt, there is no record of rank 0 and no checkpoint
-    either. The result is also False if a request is to end the attempt. A `.HALT` makes the result
-    False for the first attempt; for a later attempt, `Run.prepare` rejects it.
+    either. The result is also False after a request to end the attempt. A `.HALT` makes the result
+    False for the first attempt; `Run.prepare` does not start a later attempt while one exists.
     """
     of_first = [run / rundir.HALT, rundir.heartbeat(run, 0), run / rundir.CHECKPOINTS]
     paths = [rundir.logs(run, number), *of_first * (number == 1)]

@@ -36,7 +36,7 @@ class _RankDump:
     offset: int
     """The size of the rank's file before the rank was signalled."""
     position: tuple[int, str] | None
-    """The rank's step and phase when it was signalled; None if its pulse is not available."""
+    """Step and phase in the rank's pulse before the signal; None if there is no pulse."""
     result: str = ""
     """The result in words, or "" until there is a result."""
     data: bytes = b""
@@ -79,7 +79,7 @@ class Dumps:
     def request(
         self, run: Path, live: Path | None, alive: Mapping[int, process.Handle], request: Request
     ) -> Outcome | None:
-        """Starts a dump, or joins the dump in progress; returns None, or why it does neither."""
+        """Starts a dump, or joins the dump in progress; returns the outcome if it does neither."""
         rank = request.args.get("rank")
         wanted = sorted(alive) if rank is None else [rank]
         if rank is not None and rank not in alive:

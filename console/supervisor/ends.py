@@ -111,7 +111,7 @@ class Ends:
             yield EXIT_HANGS, f"{text}, so the run does not end; stop ends it", "K"
 
     def conclude(self, log: bytes, crashes: Mapping[int, Crash]) -> str:
-        """Adds the ends that torchrun's `log`, the last errors and the last pulses show.
+        """Adds the ends that torchrun's `log`, the last errors, the records and the pulses show.
 
         Returns a sentence if torchrun failed and no rank was found, or "" otherwise.
         """

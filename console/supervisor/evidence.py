@@ -128,7 +128,7 @@ class Collector:
     def _collect(
         self, ranks: Sequence[RankEvidence], since_ts: float, found: list[Evidence]
     ) -> None:  # fmt: skip
-        """Runs in the thread: samples the processes twice, reads dumps, and then calls py-spy."""
+        """Runs in the thread: samples processes, reads dumps and flight records, calls py-spy."""
         numbers, begun_at = [each.rank for each in ranks], time.monotonic()
         before = _processes(ranks)
         time.sleep(APART_S)

@@ -109,7 +109,7 @@ class FormerRun:
     is_unstarted: bool
     """True: the newest attempt began, and torchrun was not started."""
     warnings: Sequence[str]
-    """Sentences on entries of the documents that an operator must know."""
+    """Sentences for the operator on entries of the documents."""
     flags: Mapping[str, FlagValue]
     number: int
     """The newest attempt."""

@@ -28,7 +28,7 @@ from trainers.contract.errors import UsageError
 MAX_REQUEST_BYTES = 64 << 10
 MAX_REQUESTS_A_POLL = 64
 CHANGE_NS = 1_000_000_000
-"""A file may be changed for this long after a poll has found its name."""
+"""The last change of a file may be this long after the poll that found the file."""
 FILES_NAME = "files"
 """The name of the observer that reads the files of a run."""
 UNREADABLE = "the request is not a JSON object of at most 64 KiB, or cannot be read; send it again"
@@ -43,13 +43,13 @@ class Request:
 
     path: Path
     id: str
-    """The id in the file, or else an id from its name. No `Inbox` executes an id twice."""
+    """The id in the file, or else an id from the file's name. An `Inbox` executes no id twice."""
     action: str
     args: Mapping[str, Any]
     by: str
     error: str = ""
     written_ns: int = 0
-    """Time of the file's last change (ctime), which no program can set."""
+    """Time of the file's last change: its ctime, because a program can set the mtime."""
     found_ns: int = 0
     """Time at which the file was found, by the same clock if that can be read."""
 
@@ -137,12 +137,13 @@ def remove(path: Path) -> None:
 
 
 class Inbox:
-    """Owns the ids of the requests that were received; executes each request once.
+    """Owns the ids of the requests that were received; executes no id twice.
 
     A request that is not newer than `since_ns`, the start of this supervisor, is rejected, because
     an earlier supervisor may have executed the request. A request from the future is rejected too,
-    because the clock of the file system was set back after it was sent. While the clock is before
-    `since_ns`, only the second rule applies. The times are those of files, not those in requests.
+    because the clock of the file system was set back after the request was sent. While the clock is
+    before `since_ns`, only the second rule applies. The times are those of files, not those in
+    requests.
     """
 
     def __init__(
@@ -213,7 +214,7 @@ class Poller:
     One poll runs at a time, on the thread of the run directory. A poll is due at least once a
     second, and when a watched file or a mailbox has changed. Heartbeats are read once a second,
     or by every poll while there is a backlog. `execute` is called with the requests; `halt` is
-    called while a `.HALT` exists in the launch directory.
+    called after each poll that finds a `.HALT` in the launch directory.
     """
 
     def __init__(

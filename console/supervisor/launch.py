@@ -61,7 +61,7 @@ class Launch:
             services.link,
         )  # fmt: skip
         self._ended_by, self._requested = "", set[str]()
-        """Why no further phase starts, or ""; requests of `STOPS`: "ACTION requested by SENDER"."""
+        """Why no further phase starts, or ""; received `STOPS`, as "ACTION requested by SENDER"."""
         self._numbers: dict[Path, int] = {}
         """The newest attempt of each run that ended under this process."""
         self._last_poll, self.over, self._refreshed = False, False, 0.0
@@ -374,7 +374,7 @@ class Launch:
     # --- records -------------------------------------------------------------------------------
 
     def _event(self, *words: str, **more: Any) -> dict[str, Any]:
-        """Writes an event of the launch; `words` are its kind, its text and perhaps its level."""
+        """Writes an event of the launch; `words` are the kind, the text and perhaps the level."""
         return self._services.event(self._path, self._spec.launch, self.state, 1, *words, **more)
 
     def _steps(self, run: Run) -> int | None:

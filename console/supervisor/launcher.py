@@ -42,8 +42,9 @@ class TakenError(RefusedError):
 class Claim:
     """A launch directory that belongs to this process while the lock's descriptor is open.
 
-    If a launch was interrupted before its supervisor was ready, it never ran, and its files are
-    removed. With `adopt`, the directory contains a launch that no longer has a supervisor.
+    The files of a launch that was interrupted before its supervisor was ready are removed, because
+    that launch never ran. With `adopt`, the directory contains a launch that no longer has a
+    supervisor.
     """
 
     def __init__(self, directory: Path, adopt: bool = False):
@@ -202,8 +203,8 @@ def start(directory: Path, spec: LaunchSpec) -> None:
 def adopt(directory: Path, operator: Settings, sure: bool = False) -> str:
     """Starts a new supervisor for a launch whose supervisor has died; returns the launch's id.
 
-    The supervisor gets the working directory of the launch and the environment of its newest run.
-    It may start the command of the phase again. A launch that was not supervised since
+    The supervisor gets the working directory of the launch and the inherited variables of the
+    newest run. It may start the command of the phase again. A launch that was not supervised since
     this host booted therefore needs `sure`. Raises RefusedError if the launch cannot be adopted, or
     ContractError if the supervisor does not start.
     """
@@ -249,7 +250,7 @@ def _wait_until_free(claim: Claim, launch: str, former: Mapping[str, Any]) -> No
 
 
 def _adoptable_state(directory: Path, launch: str, sure: bool) -> dict[str, Any]:
-    """Returns plan_state.json. Raises RefusedError if this host cannot adopt the launch."""
+    """Returns plan_state.json. Raises RefusedError if the launch cannot be adopted."""
     state = former_documents.document(directory, rundir.PLAN_STATE)
     former = jsonl.mapping(state, "supervisor")
     if jsonl.text(state, "state") == "ended" and not any(
@@ -270,7 +271,7 @@ def _adoptable_state(directory: Path, launch: str, sure: bool) -> dict[str, Any]
 def _working_directory(plan: Mapping[str, Any], launch: str) -> Path:
     """Returns the directory in which a launch was started; its plan may have relative paths.
 
-    Raises RefusedError if the directory is gone, or is neither this user's nor root's.
+    Raises RefusedError if the path is no directory of this user or of root.
     """
     cwd = Path(jsonl.text(plan, "cwd"))
     with contextlib.suppress(OSError, ValueError):

@@ -28,7 +28,7 @@ def _prefix() -> str:
 
 
 class Live:
-    """Owns the live directory of an attempt; `path` is None if there is no shared memory.
+    """Owns the live directory of an attempt; `path` is None while no directory is in use.
 
     A lock, released when this process ends, marks the directory as owned. The files of
     the ranks are created before the ranks start, so that either all ranks have files or none has.
@@ -78,7 +78,7 @@ class Live:
                 rundir.remove_tree(unready)
 
     def _create_files(self, folder: Path, attempt: int) -> None:
-        """Creates the ranks' files and the halt board, with memory for both. Raises OSError."""
+        """Creates the ranks' files and the halt board. Raises OSError, also if memory is full."""
         pulses = [rundir.pulse(folder, rank) for rank in range(self._nproc)]
         for path in (*pulses, rundir.halt_board(folder, attempt)):
             pulse.mapped(path, pulse.SIZE_BYTES).close()
@@ -130,7 +130,7 @@ class Live:
             self._home = None
 
     def renew(self, attempt: int) -> None:
-        """Replaces the directory by a new directory, for the next attempt."""
+        """Replaces the directory with a new directory, for the next attempt."""
         self.remove()
         self._open(attempt, adopt=False)
 
@@ -170,7 +170,7 @@ class LastPulses:
         return last.step if last is not None else 0
 
     def phase(self, rank: int, step: int) -> str:
-        """Returns the phase in which a rank ended, or "" if its pulse shows no phase of `step`."""
+        """Returns the phase in which a rank ended, or "" if no pulse of `step` shows it."""
         last = self._found.get(rank)
         if last is None or last.step != step or last.phase in ("step", "exit"):
             return ""
@@ -205,8 +205,8 @@ def _is_used(path: Path) -> bool:
 def sweep(after_s: float = SWEPT_AFTER_S) -> None:
     """Removes the live directories of dead supervisors of this user if their ranks have ended.
 
-    Each directory remains for `after_s`, because its pulses are a second source on how the ranks
-    ended.
+    A directory remains until `after_s` after its last change, because its pulses are a second
+    source on how the ranks ended.
     """
     for path in rundir.SHARED_MEMORY.glob(f"{_prefix()}*"):
         try:

@@ -49,7 +49,8 @@ def _write(fd: int, record: dict[str, Any]) -> None:
 class LaunchLock:
     """The lock of a launch that this process owns: its file, and the token in the file.
 
-    Writes this process into the lock file in place of the launcher. Raises OSError if that fails.
+    A new `LaunchLock` writes this process into the lock file in place of the launcher, and raises
+    OSError if that fails.
     """
 
     def __init__(self, launch: Path, fd: int):

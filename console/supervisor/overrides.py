@@ -1,6 +1,6 @@
 """Executes the request `override`: an operator accepts, with a reason, a gate that did not pass.
 
-An override is stored as an event `override` of the run. The supervisor writes the event while the
+The override is stored as an event `override` of the run. The supervisor writes the event while the
 phase runs; `apply_to_ended` writes it after the launch has ended.
 """
 
@@ -40,7 +40,7 @@ A supervisor that has ended its plan still has the lock while it writes the repo
 
 
 def _index(names: Sequence[str], name: str, what: str) -> int:
-    """Returns the index of a name. Raises RefusedError."""
+    """Returns the index of a name. Raises RefusedError if `names` does not contain it."""
     if name not in names:
         raise RefusedError(f"there is no {what} {name!r}{did_you_mean(name, names)}; {NOTHING}")
     return names.index(name)

@@ -1,11 +1,11 @@
 """The owner of a launch, which has the lock and the processes, and replaces a child that fails.
 
-The owner reads and writes no file of the run (it only starts torchrun), and parses nothing that a
-rank wrote. Its child, a fork of this process, reads, writes and decides. If a child fails or is
-silent for too long, the next child starts with the documents that this process stores. The owner
-gives up if the launch cannot start. It also gives up after repeated failures of children, if the
-last child was not killed for its silence and no process of the attempt is alive. If TERM or INT
-arrives and no child handles it in time, the owner itself sends TERM, and KILL after the grace time.
+The owner reads and writes no file of the run, and parses nothing that a rank wrote. The child, a
+fork of the owner, reads, writes and decides. If a child fails or is silent for too long, the next
+child starts with the documents that the owner stores. The owner gives up if the launch cannot
+start. It also gives up after repeated failures of children, if the last child was not killed for
+its silence and no process of the attempt is alive. If TERM or INT arrives and no child handles the
+signal in time, the owner itself sends TERM, and KILL after the grace time.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 The owner is the subreaper: a rank that outlives torchrun becomes a child of the owner, which then
 reads its exit code. If torchrun reaps a rank, the exit code comes from the handle of the rank, if
-the kernel still has the code, or else from torchrun's log. Processes are found by the token of the
-run in their environment. A known rank is still identified by its pidfd if it overwrites the token.
+the kernel still has the code, or else from torchrun's log or the rank's records. Processes are
+found by the token of the run in their environment. A known rank is still identified by its pidfd if
+it overwrites the token.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def run(
     argv: Sequence[str], environment: Mapping[str, str], limit_s: float, folder: Path | None = None,
     stdin: bytes = b"", keeps_output: bool = False, stopped: Callable[[], bool] = lambda: False,
 ) -> Ended:  # fmt: skip
-    """Runs a program and returns its end; the program gets TERM once `stopped` returns True.
+    """Runs a program and returns its end; the program gets TERM when `stopped` returns True.
 
     The process group of the program gets KILL before its leader is reaped, because the number of
     the group could be reused after that. Raises OSError if no descriptor is left.
