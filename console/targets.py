@@ -98,7 +98,7 @@ def _has_only_ranks(run: Path) -> bool:
 def mailbox(path: Path, action: Action) -> tuple[Path, Mailbox]:
     """Returns the directory that receives the requests of an action, and the kind of mailbox.
 
-    Raises NotFoundError or RefusedError if there is no such directory.
+    Raises NotFoundError or RefusedError, for example if there is no such directory.
     """
     top = launches.launch_of(path)
     here: Mailbox = "launch" if top == path else "run"

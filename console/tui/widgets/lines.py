@@ -1,4 +1,4 @@
-"""The base widget: it shows rows of text and repaints only the parts of rows that changed."""
+"""The base widget: it shows rows of text, and repaints only rows that changed."""
 
 from __future__ import annotations
 
