@@ -37,7 +37,7 @@ class Supervisor:
 
     @property
     def host(self) -> str:
-        """The name of the supervisor's host, or "" for this host."""
+        """The supervisor's host, or "" if it is this host or not recorded."""
         host = jsonl.text(self.identity, "host")
         return "" if host == rundir.host_name() else host
 
@@ -66,6 +66,7 @@ def run_to_halt(path: Path) -> Path | None:
     """Returns the run that `halt` concerns, or None if a launch has no run yet.
 
     For a launch, returns the newest run with ranks but no supervisor, or else the current run.
+    Raises RefusedError as `current_run` does.
     """
     if not launches.is_launch(path):
         return path
@@ -97,7 +98,7 @@ def _has_only_ranks(run: Path) -> bool:
 def mailbox(path: Path, action: Action) -> tuple[Path, Mailbox]:
     """Returns the directory that receives the requests of an action, and the kind of mailbox.
 
-    Raises NotFoundError or RefusedError if there is no such directory.
+    Raises NotFoundError or RefusedError, for example if there is no such directory.
     """
     top = launches.launch_of(path)
     here: Mailbox = "launch" if top == path else "run"
@@ -123,7 +124,7 @@ def is_unsupervised(run: Path, folder: Path, box: Mailbox) -> bool:
 
 
 def has_ended(launch: Path) -> bool:
-    """Returns whether a launch has ended, according to plan_state.json."""
+    """Returns whether plan_state.json says that a launch has ended. Raises RefusedError."""
     return _document(launch, rundir.PLAN_STATE).get("state") == "ended"
 
 

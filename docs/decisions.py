@@ -170,7 +170,7 @@ TABLE: tuple[Decision, ...] = (
              ("Exactly one launch has the id, or else an id that begins with it, in its plan.json.",
               "The run has recorded the directory in which it was found."),
              "The action is rejected; the operator must name the directory.",
-             "The action is rejected, and the message names both directories."),
+             "The action is rejected, and the message says how the sources differ."),
     Decision("target-latest", "target", "find the run that `latest` names, for an action",
              ("The creation time in plan.json is later than that of all other launches.",
               "No other plan.json has a later modification time."),

@@ -26,7 +26,7 @@ from trainers.contract import jsonl, rundir
 
 LOG_LIMIT = 64 << 20
 RESERVE_BYTES = 64 << 20
-"""Free space that a copy leaves on the disk, for a checkpoint."""
+"""A copy begins only if so much space remains free on the disk, for a checkpoint."""
 CHUNK_BYTES = 1 << 20
 LONGEST = 2
 """If a log is longer than this many times the limit, only its end is copied."""
@@ -74,7 +74,8 @@ class Rotation:
         """Moves a log, or its end, to `.1`; returns the offset of the first byte that was copied.
 
         The log is copied, and the copy is renamed to `.1`. Bytes written during the copying are
-        added to the copy. Then the log is truncated. Raises OSError; the log is then unchanged.
+        added to the copy, up to a limit. Then the log is truncated. Raises OSError; the log is
+        then unchanged.
         """
         copy = path.with_name(f".{path.name}.copy")
         copy.unlink(missing_ok=True)
@@ -143,7 +144,7 @@ class Upkeep:
         self._rotation, self._samples = Rotation(rundir.logs(run, attempt)), samples
 
     def poll(self, event: Callable[..., object]) -> None:
-        """Queues the job if it is due and not in progress; calls `event` if there is a report."""
+        """Queues the job if it is due and not in progress; a report then goes to `event`."""
         if time.monotonic() >= self._due_at:
             self._due_at = math.inf
             self._directory.job(self._run_job, partial(self._report, event), self._run)

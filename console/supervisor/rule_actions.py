@@ -16,7 +16,7 @@ from console.supervisor.rundir_io import Directory
 from trainers.contract import rundir
 
 HALT_AGAIN_S = 10.0
-"""Time after which a halt that failed is tried again."""
+"""Time after which a failed halt by a watch rule or by `.HALT` is tried again."""
 HALT_FAILED = "halt-failed"
 
 
@@ -33,8 +33,8 @@ class Policy:
     def apply(self, run: Run) -> None:
         """Dumps the stacks that a verdict or an action needs; then executes the actions.
 
-        When an action is due, it is dropped if its rule is no longer raised, or if the processes of
-        its attempt have ended.
+        When an action is due, it is dropped if its rule is no longer raised, or if its attempt no
+        longer runs.
         """
         if not self._dumps.busy and (wanted := run.attempt.monitor.pop_dump_wanted()):
             handles = run.attempt.tree.handles().items()
@@ -81,7 +81,7 @@ class Policy:
         self._directory.write_request(run.path, rundir.HALT, by, report)
 
     def halt_launch(self, run: Run | None) -> None:
-        """Executes a `.HALT` in the launch directory: halts `run`, if any, and ends the plan."""
+        """Executes a `.HALT` in the launch directory as `halt` does; `run` may be None."""
         if time.monotonic() < self._halt_at:
             return
         self._halt_at, by = math.inf, f"{rundir.HALT} in the launch directory"

@@ -62,7 +62,7 @@ class Run:
         self._next_at: float | None = None
         """The time from which the next attempt is due, or None if the run waits for no attempt."""
         self._git: Mapping[str, Any] = jsonl.mapping(former_state, "git")
-        """`git_facts` of the code that the newest attempt runs, or {} if not available."""
+        """The newest recorded `git_facts` of the code, or {}."""
         self._changed_code = ""
         """A sentence that the code has changed, until an alert is raised, or ""."""
         self._published: dict[str, Any] = {}
@@ -115,7 +115,7 @@ class Run:
 
     def _continue(self, former: FormerRun) -> None:
         """Continues the newest attempt, or continues to wait for the next attempt."""
-        # Only now: the next child starts torchrun if the owner has run.json but no processes.
+        # Stored only now: a child starts torchrun if the owner has run.json but no processes.
         self._link.store(self.path / rundir.RUN, self._record)
         self._directory.call(lambda: self._directory.set_run(self.path))
         if not former.is_stored:
@@ -161,7 +161,7 @@ class Run:
 
     @property
     def is_read(self) -> bool:
-        """Returns whether the snapshot of a former child has been read, or is not needed."""
+        """False while the snapshot of a former child is being read."""
         return self._snapshots.is_loaded
 
     @property
@@ -336,7 +336,7 @@ class Run:
         self.publish()
 
     def _conclude(self, state: State, why: str) -> None:
-        """Ends the run; writes gates, snapshot, last state and a supervisor heartbeat."""
+        """Ends the run; writes its gates, its last state and a supervisor heartbeat."""
         self._next_at, self.over = None, True
         self.gates = gates.unknown(self.phase.gates, "the records were not read")
         if self.is_read:

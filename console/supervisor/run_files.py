@@ -34,13 +34,13 @@ class Poll:
     halt_file: bool = False
     disk: Mapping[str, float] = field(default_factory=dict)
     csv: Progress | None = None
-    """The newest row of training.csv, or None if no complete row was read."""
+    """The newest row of training.csv, or None if its last line is not a complete row."""
     env: Mapping[str, Any] = field(default_factory=dict)
     """env.json of this attempt, or {} if it is not available."""
     behind: bool = False
     """True if the poll stopped at its limit, so more records may wait."""
     unread: str = ""
-    """Why the directory or a heartbeat file cannot be read, or "" if all can be read."""
+    """Why the directory or a heartbeat file cannot be read, or ""."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class FinalRead:
     """
     files: GateFiles | None = None
     former: Summary | None = None
-    """The totals of the run from which this run resumed, if no step was left to do; else None."""
+    """The totals of the run from which this run resumed without a further step, or None."""
 
 
 def newest_checkpoint(run: Path) -> int | None:
@@ -171,7 +171,7 @@ class Files:
         """Returns the data that are read only after all processes have ended.
 
         `resumed_at_end` comes from the run's summary. Data that only gates need are read last; if
-        they cannot be read, these gates are unknown.
+        they cannot be read, the gates that need them are unknown.
         """
         log = read_end(self._log, LOG_TAIL_BYTES, self._run)
         last = {}

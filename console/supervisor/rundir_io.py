@@ -81,13 +81,13 @@ class Directory(Recorder):
         return not self.lost
 
     def _check(self, path: Path) -> None:
-        """Raises OSError (ESTALE) if the launch is lost, or as `check_run` does."""
+        """Raises OSError (ESTALE) if the launch directory is lost, or as `check_run` does."""
         if not self.is_ours():
             raise OSError(errno.ESTALE, self.lost, str(path))
         self.check_run(path)
 
     def check_run(self, path: Path) -> None:
-        """Raises OSError (ESTALE) for a path in the current run if its directory was replaced."""
+        """Raises OSError (ESTALE) if `path` is in the current run and that run was replaced."""
         if self._home is None or not path.is_relative_to(self._home.path):
             return
         self.replaced_run = ""
@@ -215,8 +215,8 @@ class Directory(Recorder):
     ) -> None:  # fmt: skip
         """Queues work on files; `deliver` then calls `then` with the result or the error.
 
-        The error is OSError (ESTALE) if the launch directory is lost, or if the directory of the
-        run that contains `folder` was replaced.
+        The error is OSError (ESTALE) if the launch directory is lost, or if `folder` is in
+        the current run and the directory of that run was replaced.
         """
 
         def done() -> None:
@@ -295,6 +295,6 @@ class Directory(Recorder):
         return self.call(lambda: self._write_document(path, version))
 
     def close(self, timeout_s: float = 60.0) -> bool:
-        """Closes like `Recorder`, after trying for `RETRY_S` to write unwritten documents."""
+        """Tries to write the unwritten documents, as `_write_rest` does; closes like `Recorder`."""
         self.call(self._write_rest)
         return super().close(timeout_s)

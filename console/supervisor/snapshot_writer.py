@@ -36,7 +36,7 @@ class Snapshots:
         self._written = time.monotonic()
         self._is_waiting = False
         self.is_loaded = True
-        """False while the snapshot of a former child is being read."""
+        """False while `load` is in progress."""
 
     def load(self, stored: Mapping[str, Any] | None) -> None:
         """Starts from the snapshot that a former child sent to the owner, or without a snapshot."""

@@ -200,10 +200,11 @@ class ConsoleApp(App[int], inherit_bindings=False):
     async def action_key(self, key_id: str) -> None:
         """Executes a key: asks its `question`, or calls its method `do_<id>`.
 
-        While an overlay is open, the method of the overlay is called. Without such a method, the
-        key has no effect; but an overlay that `gives_way` closes, unless a text field has the
-        focus, and then the key is executed. Without an overlay, a key of this view asks its
-        question, or its method in the view, the app or the operator is called.
+        While an overlay is open, the method of the overlay is called. If the overlay has no such
+        method, the key has no effect; but if the overlay `gives_way` and no text field has the
+        focus, the overlay is closed and the key is executed. Without an overlay, a key with a
+        question works in every view. Another key works in its `views`: its method in the view, the
+        app or the operator is called.
         """
         key = keys.KEYS[key_id]
         if self.overlay is not None:

@@ -22,7 +22,7 @@ from trainers.contract import environ
 from trainers.contract.errors import ContractError
 
 ANSWER_S = 300.0
-"""Longest wait for the answer to a request; the screen shows an answer as soon as it comes."""
+"""Longest wait of `nsa-console do` for the answer to a request."""
 LIMIT_S = 20.0
 """After this time without a result, a notice shows the action and the waiting time."""
 

@@ -27,8 +27,8 @@ class Question:
     """The confirmation of one or more actions. The screen adds the button No.
 
     If `typed` is not empty, a choice works only after the operator has typed this text. A choice
-    acts on the run or launch `path`, even if the screen shows another run by then; for a new
-    launch, `path` is only the place of its directory.
+    acts on the run or launch `path`, even if the screen shows another run by then; for
+    `launch`, `path` is only the place of the new directory.
     """
 
     title: str

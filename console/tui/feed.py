@@ -64,7 +64,7 @@ def open_source(path: Path) -> RunSource:
 
 
 def find_newest(root: Path) -> Path | None:
-    """Returns the newest launch in `root` that may be alive, or else the newest launch.
+    """Returns the launch in `root` that `find_live` finds, or else the newest launch.
 
     If there is no launch, returns the newest run that was started by hand, or None.
     """
@@ -226,7 +226,7 @@ class Feed:
         return tuple(held.poll(over=state.state not in LIVE_STATES)), begins
 
     def _poll_stacks(self, run: Path | None, state: RunState) -> Mapping[int, Any]:
-        """Returns the newest dump of each rank, except dumps of former processes, if wanted."""
+        """Returns each rank's newest dump, except dumps of former processes; {} if not wanted."""
         if run is None or not self.wants_stacks:
             return {}
         pids = {rank.rank: rank.pid for rank in state.ranks}

@@ -1,6 +1,6 @@
 """The table of keys, from which bindings, footer, buttons, help and palette are made.
 
-The keys of actions come from `console.action_table`. Every other key of the views has a row here,
+The keys of actions come from `console.action_table`. The other keys of the views have a row here,
 and a method `do_<id>` in the app or in each view that uses the key. A question and the palette have
 a few more keys of their own.
 """

@@ -154,8 +154,8 @@ def fit(parts: Sequence[Part], width: int, gap: int = 2) -> Row:
 def changed(old: Row, new: Row, width: int) -> tuple[int, int] | None:
     """Returns where the cells that differ begin and end, or None if all cells are equal.
 
-    If the numbers of cells and characters differ in one of two different rows, returns the whole
-    row.
+    If the numbers of cells and characters differ in one of two different rows, returns the range of
+    the whole row.
     """
     if old == new:
         return None

@@ -219,7 +219,7 @@ class Dashboard(View):
     do_left, do_right = partialmethod(_step, -1), partialmethod(_step, 1)
 
     def do_zoom(self) -> None:
-        """Shows the selected or else the first chart in the whole view, or all charts again."""
+        """Zooms the selected chart, or else the first chart; closes a zoomed chart."""
         if not self._charts:
             self.console.say("there is no chart yet", "error")
             return

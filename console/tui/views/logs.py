@@ -18,7 +18,7 @@ from console.tui.widgets.picker import Scrolls
 
 
 def highlighted(row: Row, needle: str) -> Row:
-    """Returns a row in which the found text is highlighted."""
+    """Returns a row with `needle` highlighted in the last span."""
     if not needle:
         return row
     *head, (text, style) = row

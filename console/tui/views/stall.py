@@ -220,9 +220,9 @@ def stack_rows(
 ) -> list[Row]:
     """Returns one column per group, from the group `first` on, innermost frames on top.
 
-    Only groups of the newest dump are compared; if there is only one, no group is marked. Otherwise
-    the group of the blamed rank `odd` is marked. If no rank is blamed, and one group has most of
-    the ranks, the other groups are marked.
+    Only groups of the newest dump are compared and marked; if there is only one, no group is
+    marked. Otherwise the group of the blamed rank `odd` is marked. If no rank is blamed, and one
+    group has most of the ranks, the other groups are marked.
     """
     newest = max(stack.ts for _, stack in groups if stack)
     sizes = [len(ranks) for ranks, stack in groups if stack and stack.ts == newest]

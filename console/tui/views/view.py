@@ -1,4 +1,4 @@
-"""The base class of all views. A view shows snapshots and handles keys."""
+"""The base class of the views, and the Textual screen that contains them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from console.tui.widgets.picker import Reader
 
 
 class Main(Screen[None], inherit_bindings=False):
-    """The only Textual screen. A change of focus repaints at most two widgets."""
+    """The only Textual screen. A change of focus does not repaint the whole screen."""
 
     BLANK = True
     focused = Reactive[Widget | None](None, repaint=False)
@@ -48,7 +48,7 @@ class View(Box):
         self.console = console
 
     def take(self, snapshot: ScreenData) -> None:
-        """Shows a snapshot in all panels."""
+        """Passes a snapshot to the panels."""
         self.snapshot, self._fitted = snapshot, self.size
         self.fit_panels()
         for panel in self.walk_children(Panel):

@@ -161,7 +161,9 @@ def alert_rows(found: list[Notice], width: int, at: int = 0, limit: int = 1) -> 
 
 
 class AlertLine(Panel):
-    """Shows one notice; `A` acknowledges its alert. When notices come or go, the first is shown.
+    """Shows one notice; `A` acknowledges its alert.
+
+    When the levels or the alerts of the notices change, the first notice is shown.
 
     The alert line has as many lines as the notice needs, within `MOST_LINES` and `SHARE`. In the
     Stall view, it has one line if the notice repeats the verdict.
@@ -183,7 +185,7 @@ class AlertLine(Panel):
         limit = max(1, min(MOST_LINES, self.screen.size.height // SHARE))
         verdict = snapshot.state.verdict if snapshot and snapshot.state else None
         if app.view_name == "stall" and self.notice and verdict:
-            is_told = verdict.sentence in self.notice.text  # the view shows the sentence in full
+            is_told = verdict.sentence in self.notice.text  # the view shows the sentence
             limit = 1 if is_told else limit
         return alert_rows(found, width, self._at, limit)
 

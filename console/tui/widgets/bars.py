@@ -57,7 +57,7 @@ class ActionBar(Box):
         yield from self._buttons.values()
 
     def take(self, snapshot: ScreenData) -> None:
-        """Disables each button whose `question` raises CannotAsk; enables the other buttons."""
+        """Disables each button whose `question` raises CannotAsk; otherwise enables it."""
         for key_id, button in self._buttons.items():
             if question := KEYS[key_id].question:
                 try:

@@ -35,8 +35,8 @@ def chart_rows(
 ) -> list[Row]:  # fmt: skip
     """Returns the title, the body with its value axis and, if there is room, the time axis.
 
-    Without data, returns only the title. `at` is the time of the crosshair, or None if there is no
-    crosshair. `former` has the curves of the former drawing.
+    Without data or room, returns only the title. `at` is the time of the crosshair, or None if
+    there is no crosshair. `former` has the curves of the former drawing.
     """
     held = [points for name in chart.names if (points := series.get(name))]
     start, span = window
@@ -105,7 +105,7 @@ def _note(chart: Chart, series: Mapping[str, Points], width: int) -> str:
 
 
 def _old(chart: Chart, series: Mapping[str, Points]) -> str:
-    """Returns the age of the newest value if another series has a much newer value, or else ""."""
+    """Returns how much older the newest value is than that of another series, if much, or ""."""
     newest = max((points[-1][0] for points in series.values() if points), default=0.0)
     own = max((series[name][-1][0] for name in chart.names if series.get(name)), default=newest)
     return f"{fmt.age(newest - own)} old: " if newest - own > OLD_S else ""

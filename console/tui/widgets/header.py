@@ -106,7 +106,7 @@ def _freshness(state: RunState, now: float, late_s: float) -> tuple[str, str]:
 
 
 def _armed(state: RunState, room: int) -> list[str]:
-    """Returns the forms of the policy's text, longest first; [] without a policy or supervisor."""
+    """Returns the forms of the policy's text, longest first; [] if no supervisor applies one."""
     watched = state.state in LIVE_STATES and state.state != "unsupervised"
     if not state.armed or not watched or (state.launch and state.launch.state == "unsupervised"):
         return []

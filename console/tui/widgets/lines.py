@@ -1,4 +1,4 @@
-"""The base widget: it shows rows of text and repaints only the parts of rows that changed."""
+"""The base widget: it shows rows of text, and repaints only rows that changed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Lines(Plain):
         self._strips: dict[int, Strip] = {}
         self._drawn_size: Size | None = None
         self.repaints = 0
-        """Number of regions that were repainted."""
+        """Number of regions that `show` repainted."""
 
     def show(self, rows: Sequence[Row]) -> None:
         """Replaces the rows and repaints each row from its first to its last difference."""
@@ -144,7 +144,7 @@ def of_run(draw: Callable[[RunState, int, int, float], Sequence[Row]]) -> Draw:
 
 
 class Panel(Lines):
-    """Lines that a panel draws from its last snapshot, for its present size."""
+    """Lines that are made from a snapshot of the feed, for the present size."""
 
     snapshot: ScreenData | None = None
 

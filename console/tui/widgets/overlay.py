@@ -49,7 +49,7 @@ class Answer(Wrapped):
         self._until = 0.0
 
     def say(self, text: str, level: str) -> None:
-        """Shows a text with its level: `ok`, `error`, or `wait` while there is no result."""
+        """Shows a text with its level: `ok`, `error`, or `wait` if something must end first."""
         self.text, self._level = text, level
         self._until = time.monotonic() + KEEP_S[level] + len(text) / 20  # time to read
         self.fit()

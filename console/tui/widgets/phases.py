@@ -137,8 +137,8 @@ def grid(
 ) -> list[Row]:
     """Returns a heading and cells of (result, text), failed cells first.
 
-    If there is no row for each cell, the cells are in columns, and the heading counts the cells
-    that do not fit. With `WHOLE` as height, no text is cut.
+    If there is no row for each cell, the cells are in as many columns as fit, and the heading
+    counts the cells that do not fit. With `WHOLE` as height, no text is cut.
     """
     if not cells:
         return [rule(heading, width, note), (("none yet", "dim"),)]
