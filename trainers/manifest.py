@@ -122,7 +122,7 @@ def retain(run: Path, step: int, keep_last: int, keep_every: int) -> list[str]:
 
     Keeps the newest `keep_last` checkpoints and those of every `keep_every`-th step. Checkpoints of
     steps after `step`, from before a resume at an earlier step, are kept and not counted. Returns
-    [], or a sentence if the checkpoints cannot be listed or one of them cannot be removed.
+    [], or one sentence if the checkpoints cannot be listed or one of them cannot be removed.
     """
     try:
         old = [path for path in newest_first(run) if (step_of(path) or 0) <= step][keep_last:]

@@ -58,7 +58,7 @@ class DataSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:
-    """Length, batch, learning rate and precision of the training."""
+    """Settings of the training, for example steps, batch size, learning rate and precision."""
 
     steps: int = key(100, "Number of optimizer steps.", 1)
     batch_size: int = key(8, "B: sequences per rank and micro-batch.", 1, 1 << 20)
@@ -219,7 +219,7 @@ class Key:
 
 @functools.cache
 def keys() -> dict[str, Key]:
-    """Returns every dotted key of `Settings`."""
+    """Returns the keys of `Settings` by dotted name."""
     return dict(section_keys(Settings, ""))
 
 
