@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None, entry: str = "trainers.ddp") -> int:
 
 
 def exit_now(code: int) -> NoReturn:
-    """Flushes stdout and stderr, then ends the process without any clean-up.
+    """Flushes stdout and stderr, then ends the process without further clean-up.
 
     This function destroys no process group, because destroying one can hang forever: with two gloo
     groups, 2 of 16 exits hung.

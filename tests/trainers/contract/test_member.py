@@ -1,4 +1,4 @@
-"""Joining a run: dumps, the common step of a halt, phases, and the exit record."""
+"""A rank in a run: dumps, the common step of a halt, phases, exit record, copies of the pulse."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ for step in range(1, 100000):
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts `PROGRAM` in a mode; kills it at the end of the test."""
+    """Yields a function that starts `PROGRAM` in a mode; kills the programs after the test."""
     started = []
 
     def start(mode: str, live: Path | None = None, variables: dict[str, str] | None = None, **more):
