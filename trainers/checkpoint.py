@@ -39,7 +39,7 @@ from trainers.precision import LossScale, weights_dtype
 State = dict[str, Any]
 Result = TypeVar("Result")
 RANDOM, SPIKES, LOSS_SCALE = "random", "spikes", "loss_scale"
-# Loads, and saves of a single rank, use DCP without a process group on purpose.
+# A load uses DCP without a process group on purpose, and so does a save of a single rank.
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 

@@ -64,7 +64,7 @@ HOST_MEMORY_SIGN = "DefaultCPUAllocator: can't allocate memory"
 """Text in the RuntimeError of torch's CPU allocator."""
 
 COLLECTIVE_SIGNS = ("gloo", "NCCL")
-"""Texts in the RuntimeError of a failed collective, for example of one that lost its peer."""
+"""The RuntimeError of a failed collective contains one of these texts."""
 
 
 def command(name: str, work: Callable[[], str]) -> int:

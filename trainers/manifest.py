@@ -153,10 +153,10 @@ def verify(path: Path) -> Manifest:
 def choose(
     path: Path, step: int = 0, check: Callable[[Path], object] | None = None
 ) -> tuple[Path, list[CheckpointError]]:
-    """Returns two values: a verified checkpoint, and the errors of skipped checkpoints.
+    """Returns two values: a checkpoint that passed `check`, and the errors of skipped checkpoints.
 
-    `path` is a checkpoint or a run. For a run, returns the checkpoint of `step`, or the newest
-    verified checkpoint if `step` is 0. `check` replaces `verify`. If `path` is a
+    `check` is `verify` by default. `path` is a checkpoint or a run. For a run, returns the
+    checkpoint of `step`, or, if `step` is 0, the newest checkpoint that passes. If `path` is a
     checkpoint and `step` is above 0, the name of the checkpoint must contain this step. Raises
     CheckpointError.
     """

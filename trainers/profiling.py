@@ -1,4 +1,4 @@
-"""Profiles steps with torch.profiler, and reports the SDPA kernels of a process's first step."""
+"""Profiles steps with torch.profiler; the audit reports the SDPA kernels of the first step."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class UsageError(ContractError):
 
 
 class NotFoundError(ContractError):
-    """A launch, a run, or a part of a launch or run does not exist or cannot be read."""
+    """A launch, a run or something else that is named does not exist or cannot be read."""
 
     exit_code = 3
 

@@ -144,7 +144,8 @@ class Member:
     def close(self, step: int, phase: str = "", **figures: Any) -> bool:
         """Queues the exit record and waits for the writer; returns False if this takes too long.
 
-        `phase` is the phase in which the rank ends; the default is the phase of its pulse.
+        `phase` is the phase in which the rank ends; the default is the phase of the pulse. The
+        record contains the phase only if it is one of `STEP_PHASES`.
         """
         self._stop.set()
         phase = phase or self.pulse.phase
