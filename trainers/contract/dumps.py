@@ -114,7 +114,7 @@ class StackDumper:
         self._thread = threading.Thread(target=self._run_dumps, name="nsa-dumper", daemon=True)
 
     def install(self) -> None:
-        """Handles both signals, and lets faulthandler write the stack of a native crash."""
+        """Handles the dump signals, and lets faulthandler write the stack of a native crash."""
         if not faulthandler.is_enabled():
             # Dumps only the crashing thread, because the frames of other threads may change
             # meanwhile.
@@ -128,7 +128,7 @@ class StackDumper:
         os.register_at_fork(after_in_child=self._unregister)
 
     def uninstall(self) -> None:
-        """Ignores both signals again, because a dump while Python exits could kill the process.
+        """Ignores the dump signals again, because a dump while Python exits could kill the process.
 
         Waits up to `LAST_DUMP_S` for the present dump. Does nothing without `install`.
         """
@@ -141,7 +141,7 @@ class StackDumper:
 
     @staticmethod
     def _unregister() -> None:
-        """Ignores both signals, also in a forked child, which shares its parent's files."""
+        """Ignores the dump signals, also in a forked child, which shares its parent's files."""
         faulthandler.unregister(LAST_RESORT)
         ignore()
         signal.set_wakeup_fd(-1)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class ContractError(Exception):
-    """The base class of the errors below; `nsa-console` exits with the `exit_code` of an error."""
+    """The base class of the errors below; `nsa-console` exits with the error's `exit_code`."""
 
     exit_code = 5
 
