@@ -1,4 +1,4 @@
-"""Builds all parts of a training (model, optimizer, loader, …), and restores a checkpoint."""
+"""Builds the parts of a training: model, optimizer, loader, …; restores a checkpoint to resume."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ from trainers.step_reduction import StepReduction
 
 
 class Training:
-    """The parts of a training; restores the checkpoint that `choose` returns, if there is one."""
+    """The parts of a training.
+
+    The constructor restores the checkpoint that `choose` returns, if there is one.
+    """
 
     def __init__(self, settings: Settings, member: Member, report: Report):
         self.settings, self.member, self.report = settings, member, report
@@ -67,7 +70,7 @@ class Training:
         self.phases = Phases(member.pulse, cuda, settings.report.nvtx)
         self.reduction = StepReduction(parallel.reduce, device)
         self.save_is_due = False
-        """True while a periodic checkpoint is due and not yet saved."""
+        """True while a periodic checkpoint is due and its save has not started."""
         self.saver = Saver(run, parts, settings.checkpoint, member.home.is_there)
         every = settings.report.memory_every
         self.inventory = Inventory(member, parallel, self.plain, self.optimizer, every)
@@ -115,8 +118,8 @@ def resume(
 
     `stream` is the fingerprint of the data. If the data changed and their change is allowed, the
     training reads the data from the beginning. Returns the manifest of the checkpoint, or None to
-    start at step 1. Raises CheckpointError on all ranks if one rank finds no checkpoint at the path
-    that rank 0 chose or cannot read it, and UsageError for a change that is not allowed.
+    start at step 1. Raises CheckpointError on all ranks if rank 0 cannot choose a checkpoint, or if
+    a rank cannot read the chosen one. Raises UsageError for a change that is not allowed.
     """
     parallel = parts.parallel
     chosen = checkpoint.on_all_ranks(

@@ -1,8 +1,9 @@
 """The settings that a resumed training may change, and the refusal of other changes.
 
 A resumed training may change the values in `FREE`, the values in no group of `GROUPS`, and the
-groups that `checkpoint.allow_change` allows. The number of ranks may change if the number of
-sequences per step stays the same or the group `batch` is allowed. This module needs no torch.
+values in the groups that `checkpoint.allow_change` names. The number of ranks may change if the
+number of sequences per step stays the same or the group `batch` is allowed. This module needs no
+torch.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ BATCH = ("train.batch_size", "train.accumulate")
 
 
 def allowed(text: str) -> frozenset[str] | None:
-    """Returns the groups in a value of `checkpoint.allow_change`, or None if it is invalid."""
+    """Returns the groups that a value of `checkpoint.allow_change` names; None if it is invalid."""
     groups = frozenset(GROUPS) - {FUNCTION}
     named = groups if text == ALL else frozenset(filter(None, text.split(",")))
     return named if named <= groups else None
@@ -59,7 +60,7 @@ def refuse(
     """Returns the groups of the values that differ between `before` and `now`.
 
     Both are results of `compared`; a value that only one of them has is ignored. Raises UsageError
-    for a change that `allow`, a value of `checkpoint.allow_change`, does not contain.
+    for a change in a group that `allow`, a value of `checkpoint.allow_change`, does not name.
     """
     changed: dict[str, list[str]] = {}
     for name in sorted(before.keys() & now.keys()):

@@ -1,7 +1,7 @@
-"""The state of a training in a checkpoint, and its restoration; `saver` saves the state.
+"""Collects the state of a training, and restores it from a checkpoint; `saver` saves the state.
 
 torch.distributed.checkpoint (DCP) reads and writes the state. The state is a set of named tensors:
-weights, AdamW's averages, loss scale (fp16 only), window of `Spikes`, states of the generators. The
+weights, state of AdamW, loss scale (fp16 only), window of `Spikes`, states of the generators. The
 state can be restored on another number of ranks and with another strategy. Loading a checkpoint
 runs no code from it: tensors are loaded with `weights_only=True`, and DCP's index, a pickle, may
 refer only to the names in `_INDEX_CLASSES`. `trainers.manifest` describes and verifies the
@@ -39,13 +39,13 @@ from trainers.precision import LossScale, weights_dtype
 State = dict[str, Any]
 Result = TypeVar("Result")
 RANDOM, SPIKES, LOSS_SCALE = "random", "spikes", "loss_scale"
-# Loads, and saves of a single rank, use DCP without a process group on purpose.
+# A load uses DCP without a process group on purpose, and so does a save of a single rank.
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The objects whose tensors make up the state of a training."""
+    """The strategy of a training, and the objects whose tensors `state` returns."""
 
     parallel: Single
     model: nn.Module
@@ -92,7 +92,7 @@ def on_all_ranks(parallel: Single, work: Callable[[], Result], what: str = "") -
 
 
 def load(path: Path, parts: Parts) -> None:
-    """Restores all tensors from a verified checkpoint, bitwise if the dtypes are the same.
+    """Restores the tensors of a verified checkpoint, bitwise if the dtypes are the same.
 
     The loss scale is restored only if the checkpoint and this training use fp16. Raises
     CheckpointError.
@@ -199,7 +199,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def random_state(device: torch.device) -> Tensor:
-    """Returns the states of this rank's generators as one uint8 vector on the CPU."""
+    """Returns the states of torch's generators on this rank as one uint8 vector on the CPU."""
     parts = [torch.get_rng_state()]
     if device.type == "cuda":
         parts.append(torch.cuda.get_rng_state(device))

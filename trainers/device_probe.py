@@ -31,15 +31,15 @@ from trainers.schema import Settings
 
 REPEATS, BATCHES = 6, 2
 MATRIX, LARGEST_MIB = {"cuda": 8192, "cpu": 512}, {"cuda": 256, "cpu": 16}
-"""Rows of the matrices, and MiB of the sum over all ranks, by type of the device."""
+"""Rows of the matrices, and MiB of the vector that is summed over ranks, by type of device."""
 SLOW = 0.7
 """A rank is slow if its speed is below this share of the fastest rank's speed."""
 COLLECTIVE_S, BATCH_S, CAUSALITY_S = 60.0, 30.0, 120.0
 """Time limits in seconds. The causality check divides its limit among the distinct layers."""
 ROWS_AT_ONCE, CUTS_AT_ONCE = {"cuda": 16_384, "cpu": 4096}, 32
 SEQUENTIAL_TOKENS, SHORT, FUTURE_SCALE = 96, 24, 8.0
-"""Tokens of the causality check if they are computed one by one; tokens of the parity check; scale
-of the changed tokens, which is so large that rounding does not hide a leak."""
+"""Most tokens of the causality check if they are computed one by one; tokens of the parity check;
+scale of the changed tokens, which is large because rounding can hide a small change."""
 ROUNDING = {"fp64": 1e-12, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
 """Largest accepted change of an output on the chunked route, relative to the largest output. On
 this route, the selection of the changed tokens alters the tiles, and so the rounding."""
@@ -221,7 +221,8 @@ def find_leak(phase: Phase, layer: Any, x: Tensor, future: Tensor, cuts: Tensor)
 def parity(phases: Sequence[Phase]) -> Found:
     """Compares each distinct NSA layer, on its routes and device, with float64 on the CPU.
 
-    Dense layers are not compared; if there are some, a result without an error is "unknown".
+    Dense layers are not compared; if there are some and no comparison fails, the result is
+    "unknown".
     """
     texts, dense = dict[str, None](), list[str]()
     for phase in distinct(phases, Phase.attention):

@@ -50,7 +50,7 @@ class Documents:
     files: tuple[str, ...]
     """Paths, or `hf://` addresses with their revision."""
     digest: str
-    """Number of the files in both parts, and a hash of their entries in the fingerprint."""
+    """Number of all files of both parts, and a hash of their entries in the fingerprint."""
     keep: Callable[[bytes], bool] | None
     """Returns whether a document is in this part; None if whole files are held out."""
     reader: Reader
@@ -181,7 +181,7 @@ def _opened(file: str) -> Any:
 
 
 def _parquet(file: str, cursor: int, key: str) -> Iterator[Piece]:
-    """Yields the rows of one column; the cursor is the row number in the file."""
+    """Yields the rows of one column that are not null; the cursor is the row number in the file."""
     with (
         _opened(file) as stream,
         parquet.ParquetFile(stream, page_checksum_verification=True) as table,

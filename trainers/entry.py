@@ -27,7 +27,7 @@ from trainers.settings import AUTO, Resolved
 
 
 def main(argv: Sequence[str] | None = None, entry: str = "trainers.ddp") -> int:
-    """Trains as the arguments say. Returns an exit code of docs/run-directory.md."""
+    """Trains; with --check prints the settings. Returns an exit code of docs/run-directory.md."""
     dumps.ignore()
     variables = environ.snapshot()
     try:
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None, entry: str = "trainers.ddp") -> int:
 
 
 def exit_now(code: int) -> NoReturn:
-    """Flushes stdout and stderr, then ends the process without any clean-up.
+    """Flushes stdout and stderr, then ends the process without further clean-up.
 
     This function destroys no process group, because destroying one can hang forever: with two gloo
     groups, 2 of 16 exits hung.
@@ -70,8 +70,7 @@ def _join(arguments: Arguments, variables: Mapping[str, str], resolved: Resolved
     """Returns this rank's `Member` of its run.
 
     Raises UsageError, for example if --run-dir is needed and missing. Raises RefusedError if the
-    directory contains a run that is not resumed, belongs to a training that is alive, or cannot be
-    used.
+    directory cannot be used, for example because a training in it is alive.
     """
     supervised = environ.RUN_ID in variables
     resumes = resolved.settings.checkpoint.resume == AUTO and not supervised

@@ -64,7 +64,7 @@ HOST_MEMORY_SIGN = "DefaultCPUAllocator: can't allocate memory"
 """Text in the RuntimeError of torch's CPU allocator."""
 
 COLLECTIVE_SIGNS = ("gloo", "NCCL")
-"""Texts in the RuntimeError of a failed collective, for example of one that lost its peer."""
+"""Texts by which `classify` recognises the RuntimeError of a failed collective."""
 
 
 def command(name: str, work: Callable[[], str]) -> int:

@@ -33,7 +33,7 @@ _leaked: list[bytes] = []
 def arm(
     settings: Settings, member: Member, report: Report, model: nn.Module, source: Source
 ) -> None:
-    """Adds the drills of this rank to the model and the source, and reports them."""
+    """Adds the drills of this rank, except past ones, to the model and the source; records all."""
     mine: list[Drill] = []
     last: dict[Drill, int] = {}
     sequences_per_step = settings.train.batch_size * settings.train.accumulate * member.world
@@ -43,7 +43,7 @@ def arm(
         report.record_event("drill", member.pulse.step, text, drill=str(drill), state=state)
 
     def happen(place: Place, step: int, on: Any) -> Any:
-        """Calls each due drill with the argument `on`. Returns `on`, or the logits of a drill."""
+        """Calls each due drill with `on`. Returns `on`, or the logits that the drills changed."""
         for drill in mine:
             kind = KINDS[drill.kind]
             now = step == drill.step or (kind.lasts and step > drill.step)
@@ -106,7 +106,7 @@ def _spin(amount: float, _member: Member) -> None:
 
 
 def _hold_gil(amount: float, _member: Member) -> None:
-    """Holds the GIL and waits for a locked mutex; no signal handler ends this wait."""
+    """Holds the GIL and waits `amount` seconds for a mutex; no signal handler ends this wait."""
     native, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(64)
     part, whole = math.modf(time.time() + amount)
     native.pthread_mutex_lock(mutex)

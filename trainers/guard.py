@@ -50,7 +50,7 @@ def optimise(optimizer: torch.optim.Optimizer, skipped: Tensor) -> None:
 
 
 def dead_parameters(model: nn.Module) -> list[str]:
-    """Returns the parameters whose gradient is missing or zero; waits for the device.
+    """Returns the names of parameters with no or zero gradient; waits for the device.
 
     Each part of a `Projection` is treated as a parameter, unless its gradient is missing. All ranks
     must call this function, because each rank has a part of a sharded gradient.
@@ -102,14 +102,14 @@ class Guard:
     def __init__(self, most_nonfinite_in_a_row: int, chance_nats: float = 0.0):
         self._most = most_nonfinite_in_a_row
         self.in_a_row = 0
-        """Non-finite steps since the last finite step, without those that lower the loss scale."""
+        """Non-finite steps since a finite step, except overflows that lowered the loss scale."""
         self._chance_nats = chance_nats
         self._recent: deque[Row] = deque()
         self.skipped = self.nonfinite_loss = self.overflow = self.scale_lowered = self.spikes = 0
         """Counts of steps in this process; `skipped` also counts steps before a resume."""
 
     def count(self, rows: list[Row]) -> None:
-        """Counts skipped steps by cause; a non-finite step is not a spike."""
+        """Counts skipped steps by cause; a non-finite step is not counted as a spike."""
         for row in rows:
             self.skipped += row.skipped
             self.nonfinite_loss += row.nonfinite_loss

@@ -1,4 +1,4 @@
-"""Writes the dtypes, libraries, driver and device of a run, and the memory at some steps.
+"""Writes reports of a run: dtypes, libraries, optimizer size; on GPUs also driver and memory.
 
 The recorder's thread writes all files, so a slow or full disk does not stall a step. With FSDP,
 the names of the dtype, optimizer and memory files contain `fsdp`, and the size of the optimizer's
@@ -34,8 +34,8 @@ MIB = 1 << 20
 class Inventory:
     """Writes the files of one rank, for example reports of dtypes and memory.
 
-    The memory of a GPU is dumped before and after each step that is a multiple of `every`; with 0,
-    only at the boot and after the first step.
+    The memory of a GPU is dumped at the boot and after the first step of this process; if `every`
+    is above 0, also before and after each step that is a multiple of `every`.
     """
 
     def __init__(

@@ -31,7 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def load(path: Path) -> str:
-    """Reads every file and tensor of a checkpoint; returns a sentence. Raises CheckpointError."""
+    """Reads every file and tensor of a checkpoint; returns a sentence.
+
+    Raises CheckpointError, also for a weight that is not finite.
+    """
     found = manifest.verify(path)
     import torch
 

@@ -121,7 +121,7 @@ def forward_backward(
     """Accumulates the gradients of the token-weighted mean loss over the micro-batches.
 
     Returns two values: this rank's `FIGURES` (float64, on the device), and the statistics of the
-    attention, or {} for a step without statistics.
+    attention, or {} for a step without statistics. Only the first three figures are computed here.
     """
     figures = torch.zeros(len(FIGURES), dtype=torch.float64, device=t.parallel.device)
     scale = t.parallel.scale(sum(batch.tokens_scored for batch in batches))
@@ -238,14 +238,14 @@ def run_requests(t: Training, step: int, rows: list[Row]) -> None:
     saves_at_end = settings.at_end or settings.export != ""
     final = saves_at_end and step == t.settings.train.steps
     t.save_is_due |= settings.every > 0 and step % settings.every == 0
-    # Weights may be unusable if a loss is not finite, so a periodic save waits for a finite step.
+    # Weights may be unusable after a non-finite step, so a periodic save waits (`Guard.in_a_row`).
     if CHECKPOINT_NOW in requests or (t.save_is_due and not final and not t.guard.in_a_row):
         save(t, step)
         t.save_is_due = False
 
 
 def save(t: Training, step: int) -> None:
-    """Saves a checkpoint after the previous save, or starts a background save."""
+    """Waits for the previous save; then saves a checkpoint, or starts a background save."""
     t.phases.enter(step, "save")
     began = time.perf_counter()
     report_save(t, step, *t.saver.collect(wait_s=None))
@@ -260,7 +260,7 @@ def save(t: Training, step: int) -> None:
 
 
 def save_final(t: Training, halted: bool) -> None:
-    """Waits for a background save, then saves the final checkpoint.
+    """Waits for a background save, saves the final checkpoint, and exports the model if asked to.
 
     Without `checkpoint.at_end`, only a training that was halted or exports its model saves. A
     training without a step in this process saves nothing if its directory already has the

@@ -122,7 +122,7 @@ def retain(run: Path, step: int, keep_last: int, keep_every: int) -> list[str]:
 
     Keeps the newest `keep_last` checkpoints and those of every `keep_every`-th step. Checkpoints of
     steps after `step`, from before a resume at an earlier step, are kept and not counted. Returns
-    [], or a sentence if the checkpoints cannot be listed or one of them cannot be removed.
+    [], or one sentence if the checkpoints cannot be listed or one of them cannot be removed.
     """
     try:
         old = [path for path in newest_first(run) if (step_of(path) or 0) <= step][keep_last:]
@@ -153,10 +153,10 @@ def verify(path: Path) -> Manifest:
 def choose(
     path: Path, step: int = 0, check: Callable[[Path], object] | None = None
 ) -> tuple[Path, list[CheckpointError]]:
-    """Returns two values: a verified checkpoint, and the errors of skipped checkpoints.
+    """Returns two values: a checkpoint that passed `check`, and the errors of skipped checkpoints.
 
-    `path` is a checkpoint or a run. For a run, returns the checkpoint of `step`, or the newest
-    verified checkpoint if `step` is 0. `check` replaces `verify`. If `path` is a
+    `check` is `verify` by default. `path` is a checkpoint or a run. For a run, returns the
+    checkpoint of `step`, or, if `step` is 0, the newest checkpoint that passes. If `path` is a
     checkpoint and `step` is above 0, the name of the checkpoint must contain this step. Raises
     CheckpointError.
     """

@@ -1,4 +1,4 @@
-"""AdamW with weight decay on matrices only, and the schedule of the learning rate."""
+"""AdamW, and the schedule of the learning rate."""
 
 from __future__ import annotations
 

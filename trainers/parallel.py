@@ -34,7 +34,7 @@ NORM_DTYPES = "Mismatch dtype between input and weight"
 
 
 class Single:
-    """The strategy for one process."""
+    """The strategy for one process, and the interface of the other strategies."""
 
     name, backend, comm_hook, sharded = "single", "none", "none", False
     rank, world = 0, 1

@@ -44,7 +44,7 @@ MFU_FORMULA = {
     "mfu": "flops_per_token * toks_per_s / (world * peak_flops); each query counts all keys",
     "mfu_exact": "flops_per_token_exact * toks_per_s / (world * peak_flops); exact number of keys",
 }
-"""The formula of each figure; `nsa.config.flops_per_token` computes its number of FLOPs."""
+"""The formula of each figure; `nsa.config.flops_per_token` computes the FLOPs per token."""
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -74,8 +74,8 @@ def allow_tf32(allowed: bool) -> None:
 class LossScale:
     """The dynamic scale of an fp16 loss, stored and updated on the device; no step waits for it.
 
-    The rule is that of `torch.amp.GradScaler`, with the lower limit `LEAST_SCALE`. Without
-    fp16 the scale is always 1.
+    The rule follows `torch.amp.GradScaler`, with the lower limit `LEAST_SCALE`. Without fp16 the
+    scale is 1.
     """
 
     def __init__(self, settings: ScalerSettings, active: bool, device: torch.device):

@@ -1,4 +1,4 @@
-"""Profiles steps with torch.profiler, and reports the SDPA kernels of a process's first step."""
+"""Profiles steps with torch.profiler; the audit reports the SDPA kernels of the first step."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Profiler:
         self._exporting: threading.Thread | None = None
 
     def request(self, step: int) -> None:
-        """Selects the next steps; a profile that is open then continues up to the last of them."""
+        """Selects the next `REQUESTED_STEPS` steps; a profile that is open then includes them."""
         self._requested = range(step + 1, step + 1 + REQUESTED_STEPS)
 
     def begin(self, step: int) -> None:

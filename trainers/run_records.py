@@ -61,7 +61,8 @@ class Csv:
 class TensorBoard:
     """Writes the numbers of records as scalars, on the recorder's thread.
 
-    After an error, a new event file is opened when a record has been written without an error.
+    Writes nothing while `Recorder.failing` is set. After an OSError of the event file, the next
+    write opens a new event file.
     """
 
     def __init__(self, member: Member):
@@ -101,7 +102,7 @@ class Report:
         self.peak_flops: float | None = None
         self.steps_done = 0
         self.tokens_total = self._tokens_before = 0
-        """Tokens that all ranks have trained on; those before a resume are in both figures."""
+        """Tokens that all ranks have trained on, and the part of them before a resume."""
         self.first_loss: float | None = None
         self.batch_crc32 = ""
         """The checksum of the first micro-batch of the step, at steps with a progress record."""
@@ -123,7 +124,7 @@ class Report:
         return {key: entry["value"] for key, entry in self._resolved.as_dict().items()}
 
     def write_environment(self, facts: Mapping[str, Any], peak_flops: float | None) -> None:
-        """Writes env.json and log lines on model and MFU; opens CSV and TensorBoard (rank 0)."""
+        """Writes env.json and log lines on the model; prepares CSV and TensorBoard (rank 0)."""
         self.peak_flops = peak_flops
         if self._member.rank:
             return

@@ -69,7 +69,7 @@ class Saver:
         self._pending = written, target
 
     def collect(self, wait_s: float | None = 0) -> list[Path | CheckpointError]:
-        """Returns the result of a background save that has ended, once, or [].
+        """Returns the result of a background save that has ended, or []; each result only once.
 
         Waits up to `wait_s` for a save that runs; if `wait_s` is None, waits until it ends.
         """

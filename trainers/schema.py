@@ -58,7 +58,7 @@ class DataSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings:
-    """Length, batch, learning rate and precision of the training."""
+    """Settings of the training, for example steps, batch size, learning rate and precision."""
 
     steps: int = key(100, "Number of optimizer steps.", 1)
     batch_size: int = key(8, "B: sequences per rank and micro-batch.", 1, 1 << 20)
@@ -114,7 +114,7 @@ class ScalerSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DdpSettings:
-    """Settings of data parallelism (DDP)."""
+    """Settings of data parallelism (DDP), and the time limit of a collective."""
 
     bucket_mb: int = key(25, "Size of a gradient bucket in MB.", 1, 1 << 20)
     find_unused: bool = key(False, "Search for parameters without a gradient in each step.")
@@ -164,7 +164,7 @@ class EvalSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSettings:
-    """The checkpoints to write, and the checkpoint to start from."""
+    """Settings of the checkpoints, of the resume, and of the export of the final model."""
 
     every: int = key(0, "Steps between checkpoints; 0: none before the end.")
     at_end: bool = key(True, "Save after the last step; a halted run always saves.")
@@ -219,7 +219,7 @@ class Key:
 
 @functools.cache
 def keys() -> dict[str, Key]:
-    """Returns every dotted key of `Settings`."""
+    """Returns the keys of `Settings` by dotted name."""
     return dict(section_keys(Settings, ""))
 
 

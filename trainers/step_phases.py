@@ -14,9 +14,9 @@ ON_DEVICE = ("forward", "backward", "optimizer")
 class Phases:
     """Updates the pulse at each change of phase, and sums the seconds per phase.
 
-    The host's clock measures the phases. On CUDA the host runs ahead of the device, so CUDA events
-    measure the phases in `ON_DEVICE` and show the device's position. The events are queried without
-    waiting.
+    The host's clock measures the phases. On CUDA the host runs ahead of the device, so there CUDA
+    events measure the phases in `ON_DEVICE` instead, and show the device's position. The events are
+    queried without waiting.
     """
 
     def __init__(self, pulse: PulseWriter, cuda: Any = None, nvtx: bool = False):
@@ -44,7 +44,7 @@ class Phases:
         self._pulse.set(step, name, self._device_step, self._device_phase)
 
     def take(self) -> dict[str, float]:
-        """Returns the seconds per phase since the last call."""
+        """Returns the seconds of ended phases since the last call, by phase."""
         seconds, self._seconds = self._seconds, {}
         return seconds
 

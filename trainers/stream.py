@@ -70,7 +70,7 @@ class Lane:
     ) -> Iterator[tuple[tuple[int, int, int], bytes]]:
         """Yields `(epoch, file, cursor)` and the tokens of each piece that has tokens.
 
-        Raises DataError for an epoch without tokens.
+        Raises DataError for a whole epoch without tokens.
         """
         while True:
             nothing = file == 0 and cursor == 0

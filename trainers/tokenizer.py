@@ -52,7 +52,7 @@ def gpt2(encoding: Any) -> Tokenizer:
 def build(name: str, end_of_document: bytes) -> Tokenizer:
     """Returns a tokenizer; `end_of_document` follows each document of the byte tokenizer.
 
-    Raises DataError if tiktoken is not installed, or if its cache lacks the files of gpt2.
+    For gpt2, raises DataError if tiktoken is not installed or cannot use its cached files.
     """
     if name == "byte":
         return Tokenizer(torch.uint8, end_of_document, lambda text: text)

@@ -15,7 +15,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers requests for a dataset's card, its list of files, and ranges of its files."""
+    """Answers requests for a dataset's list of files, and for its files or ranges of them."""
 
     protocol_version = "HTTP/1.1"
     server: Hub

@@ -89,7 +89,7 @@ def test_a_loaded_run_goes_on_bitwise(tmp_path):
 
 
 def made_sharded(seed: int, parallel: Group) -> Parts:
-    """Returns parts of FSDP2 with random weights and random averages of AdamW."""
+    """Returns parts of FSDP2 with random weights and a random state of AdamW."""
     resolved = settings.resolve(CONFIG, {}, small(train__seed=seed)).settings
     shards = sharded(parallel, resolved)
     plain, model = build.make_model(resolved, shards)
@@ -104,7 +104,7 @@ def made_sharded(seed: int, parallel: Group) -> Parts:
 
 
 def whole(parts: Parts) -> dict[str, torch.Tensor]:
-    """Returns all weights and averages as whole tensors."""
+    """Returns all weights and the state of AdamW as whole tensors."""
     state = parts.state()
     found = state["model"] | {
         f"{name}.{key}": x for name, own in state["optimizer"].items() for key, x in own.items()

@@ -1,4 +1,4 @@
-"""Runs whose disk is full, read-only or gone."""
+"""Runs whose disk is full or read-only, or whose directory is gone."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_thousands_of_dumps_kill_nothing_and_training_continues(tmp_path, dumps)
             assert time.monotonic() < deadline
             time.sleep(0.1)
         assert again > first
-        # Dumps during the exit of Python and torch are the most dangerous.
+        # The dumps continue while Python and torch exit.
         (run / rundir.HALT).touch()
         while process.poll() is None:
             assert time.monotonic() < deadline

@@ -34,7 +34,7 @@ def smoke(tmp_path_factory):
     return done.returncode, json.loads(done.stdout), next((root / "cpu_smoke").iterdir())
 
 
-# One process with the batch of two ranks, so that it trains on as much data.
+# One process with the batch size of two ranks, so that a step has as much data as in the plan.
 ALONE = RECALL | {"train.steps": BROKEN_STEPS, "train.batch_size": 16}
 RANDOM = {
     "data.source": "synthetic", "train.steps": LEAK_STEPS, "report.log_every": 1,

@@ -1,4 +1,4 @@
-"""DDP, FSDP2, accumulation, recomputation and resuming give the result of one process."""
+"""DDP, FSDP2, accumulation and recomputation match one process; a resume matches a whole run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Background saves: each ends, has one result, and leaves a whole checkpoint or none."""
+"""Saves: a background save has one result, and leaves a whole checkpoint or none."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def names(run: Path) -> list[str]:
 
 
 def waited(saver: Saver) -> list[Path | CheckpointError]:
-    """Returns the results of background saves after a wait of up to 120 s."""
+    """Returns the result of a background save after a wait of up to 120 s."""
     return saver.collect(wait_s=120)
 
 

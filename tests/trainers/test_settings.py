@@ -1,4 +1,4 @@
-"""Settings and command line: precedence, origins, includes, and the sentence for each error."""
+"""Settings and command line: precedence, origins, includes, and a sentence for each error."""
 
 from __future__ import annotations
 

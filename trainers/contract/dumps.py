@@ -49,7 +49,7 @@ UNSEEN = "  (not available: faulthandler shows the 100 newest threads only)\n"
 
 
 def ignore() -> None:
-    """Ignores the dump signals until `install`, also in programs that are started before it."""
+    """Ignores the dump signals until `install`; programs started before then ignore them too."""
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(LAST_RESORT, signal.SIG_IGN)
 
@@ -85,13 +85,13 @@ def _flight_record() -> str:
 
 
 class StackDumper:
-    """Owns SIGUSR1, `LAST_RESORT` and the wake-up descriptor; install it in the main thread.
+    """Owns SIGUSR1, `LAST_RESORT` and the wake-up descriptor.
 
     The dump goes to a file in `live`, a directory in memory, so a frozen run directory cannot block
     the dump. `later` runs functions that may block, and reports their errors. One function copies
     the dump to the run directory as `stackdump_rank{R}.txt`, and writes the flight record there.
     Another function raises the error of a failed dump. Without `live`, the dump goes to
-    `stackdump_rank{R}.txt` directly.
+    `stackdump_rank{R}.txt` directly. Call `install` in the main thread.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class StackDumper:
         self._thread = threading.Thread(target=self._run_dumps, name="nsa-dumper", daemon=True)
 
     def install(self) -> None:
-        """Handles both signals, and lets faulthandler write the stack of a native crash."""
+        """Handles the dump signals, and lets faulthandler write the stack of a native crash."""
         if not faulthandler.is_enabled():
             # Dumps only the crashing thread, because the frames of other threads may change
             # meanwhile.
@@ -128,7 +128,7 @@ class StackDumper:
         os.register_at_fork(after_in_child=self._unregister)
 
     def uninstall(self) -> None:
-        """Ignores both signals again, because a dump while Python exits could kill the process.
+        """Ignores the dump signals again, because a dump while Python exits could kill the process.
 
         Waits up to `LAST_DUMP_S` for the present dump. Does nothing without `install`.
         """
@@ -141,7 +141,7 @@ class StackDumper:
 
     @staticmethod
     def _unregister() -> None:
-        """Ignores both signals, also in a forked child, which shares its parent's files."""
+        """Ignores the dump signals, also in a forked child, which shares its parent's files."""
         faulthandler.unregister(LAST_RESORT)
         ignore()
         signal.set_wakeup_fd(-1)
@@ -171,7 +171,7 @@ class StackDumper:
         raise error
 
     def _save(self) -> None:
-        """Copies all new dumps and the newest flight record to the run directory.
+        """Copies new dumps from `live`, and the newest flight record if any, to the run directory.
 
         Keeps the eight newest flight records of this rank.
         """
@@ -188,7 +188,7 @@ class StackDumper:
                 old.unlink(missing_ok=True)
 
     def _threads_text(self) -> str:
-        """Returns the stacks that faulthandler shows, without this thread; main thread first."""
+        """Returns the stacks that faulthandler shows, except this thread's; main thread first."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         os.lseek(self._scratch, 0, os.SEEK_SET)
         faulthandler.dump_traceback(self._scratch, all_threads=True)

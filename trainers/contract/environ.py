@@ -15,7 +15,7 @@ TOKEN = "NSA_CONSOLE_TOKEN"
 CONFIG = "CONFIG"
 """Variable with the YAML file of a trainer that is started without `--config`."""
 CONTRACT_NAMES = (RUN_DIR, RUN_ID, ATTEMPT, LIVE_DIR, TOKEN)
-"""Variables that the supervisor sets for torchrun, in which the ranks find their run."""
+"""Variables in which the supervisor passes facts about the run to its processes."""
 
 ALERT_PREFIX = "NSA_ALERT_"
 ALERT_NAMES = tuple(

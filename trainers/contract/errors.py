@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class ContractError(Exception):
-    """The base class of the errors below; `nsa-console` exits with the `exit_code` of an error."""
+    """The base class of the errors below; `nsa-console` exits with the error's `exit_code`."""
 
     exit_code = 5
 
@@ -19,7 +19,7 @@ class UsageError(ContractError):
 
 
 class NotFoundError(ContractError):
-    """A launch, a run, or a part of a launch or run does not exist or cannot be read."""
+    """A launch, a run or something else that is named does not exist or cannot be read."""
 
     exit_code = 3
 

@@ -69,7 +69,7 @@ LIBRARY: Mapping[str, tuple[Kind, int, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """One environment variable. `default` is the setting's default, or "" for a library's flag."""
+    """One environment variable. `default` is the default as text, or "" if there is none."""
 
     name: str
     key: Key
@@ -142,7 +142,7 @@ def from_shell(environment: Mapping[str, str]) -> dict[str, str]:
 def from_environment(environment: Mapping[str, str]) -> dict[str, Value]:
     """Returns the parsed values of the flags that are set and not empty.
 
-    Raises UsageError, also for an unknown `NSA_*` variable, because a typo would have no effect.
+    Raises UsageError, also for an unknown `NSA_*` variable, which may be a typo.
     """
     known = {*FLAGS, *CONTRACT_NAMES, *ALERT_NAMES}
     for name in environment:

@@ -15,7 +15,7 @@ TRIMMABLE = ("steps_dt_s", "gate_entropy_layers")
 
 
 def encode(record: dict[str, Any]) -> bytes:
-    """Returns the line of a record; above 4 KiB, lists are shortened, or all figures removed.
+    """Returns the line of a record; above 4 KiB, lists are shortened, or most fields removed.
 
     In a cut record, `cut` names the field that was shortened last, or says "all figures".
     """

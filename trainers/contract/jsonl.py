@@ -49,7 +49,7 @@ def encode(record: Mapping[str, Any]) -> bytes:
 
 
 def decode(line: bytes) -> dict[str, Any] | None:
-    """Returns the object on one line, or None for any other content."""
+    """Returns the JSON object in some bytes, or None for any other content."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

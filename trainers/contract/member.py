@@ -1,6 +1,6 @@
 """Connects a rank to its run: pulse, heartbeat, stack dumps, and the step at which to halt.
 
-A torchrun program needs only these lines:
+A torchrun program calls `join`, `step` and `end_step`:
 
     run, loss = join(), None
     for step in range(1, steps + 1):
@@ -43,7 +43,7 @@ from trainers.contract.recorder import STDOUT, Recorder
 
 HALT_POLL_S = 0.05
 HALTING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-"""Signals that halt a rank; torchrun sends one of them to its ranks before it kills them."""
+"""Signals on which a rank requests a halt; torchrun sends one of them before it kills the ranks."""
 PULSE_MIRROR_S = 0.25
 COUNTING = ("progress", "exit")
 """Records that contain the number of steps with a non-finite loss, if such steps are counted."""
@@ -91,7 +91,7 @@ class Member:
         self._known_requests = {name: rundir.stamp(run / name) for name in rundir.REQUEST_FILES}
         self._requests: set[str] = set()
         self._is_mirrored = True
-        """False while a copy of the pulse waits for the recorder, so that only one copy waits."""
+        """False from the time a copy of the pulse is queued until the recorder makes the copy."""
         self.dumper = dumps.StackDumper(run, self.live, self.rank, self.recorder.call)
         self._stop = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="nsa-watcher", daemon=True)
@@ -144,7 +144,8 @@ class Member:
     def close(self, step: int, phase: str = "", **figures: Any) -> bool:
         """Queues the exit record and waits for the writer; returns False if this takes too long.
 
-        `phase` is the phase in which the rank ends; the default is the phase of its pulse.
+        `phase` is the phase in which the rank ends; the default is the phase of the pulse. The
+        record contains the phase only if it is one of `STEP_PHASES`.
         """
         self._stop.set()
         phase = phase or self.pulse.phase
@@ -170,13 +171,16 @@ class Member:
         self.halt_reason = self.halt_reason or signal.Signals(number).name
 
     def new_requests(self) -> frozenset[str]:
-        """Returns the files of `rundir.REQUEST_FILES` that were written since the last call."""
+        """Returns the files of `rundir.REQUEST_FILES` that `_watch` found since the last call."""
         found = frozenset(self._requests)
         self._requests -= found
         return found
 
     def _watch(self) -> None:
-        """Polls for files in a thread, so that a directory that hangs does not stall a step."""
+        """Polls for files, and queues copies of a private pulse.
+
+        A thread does this, so that a directory that hangs does not stall a step.
+        """
         mirrored = 0.0
         while not self._stop.wait(HALT_POLL_S):
             found = rundir.stamp(self.run / rundir.HALT)
@@ -204,10 +208,11 @@ class Member:
 class HaltBoard:
     """A mapped file through which the ranks of one host agree on the step at which they halt.
 
-    Rank 0 publishes `step + 1` before it enters the collective of `step`. No rank can begin `step +
-    1` before that collective ends, so all ranks see the decision in time. At its start, rank 0
-    clears the decision of an earlier program; ranks repeat their request at each step. The file has
-    two numbers: 1 if a rank has requested a halt, and the step to halt at, or 0.
+    To halt, rank 0 publishes `step + 1` before it enters the collective of `step`. No rank can
+    begin `step + 1` before that collective ends, so all ranks see the decision in time. At its
+    start, rank 0 clears the decision of an earlier program; ranks repeat their request at each
+    step. The file has two numbers: 1 if a rank has requested a halt, else 0; and the step to halt
+    at, or 0.
     """
 
     def __init__(self, directory: Path, attempt: int, rank: int):
@@ -228,7 +233,7 @@ class HaltBoard:
 
 
 class Joined(Member):
-    """One rank of a foreign program whose ranks all take part in a collective in every step."""
+    """One rank of a foreign program."""
 
     def __init__(self, run: Path, variables: Mapping[str, str]):
         super().__init__(run, variables)
@@ -301,8 +306,8 @@ class Joined(Member):
     def _count(self, loss: object) -> None:
         """Counts a non-finite loss.
 
-        The first loss that is missing or not a plain number ends the count, because reading such a
-        loss could wait for a device.
+        The first loss that is missing or not a plain number ends the count. A tensor is not read,
+        because reading it could wait for a device.
         """
         if not isinstance(loss, Real):
             self.pulse.nonfinite_steps = -1
@@ -328,8 +333,8 @@ class Joined(Member):
 def open_run(run: Path | None = None) -> tuple[Path, dict[str, str]]:
     """Returns two values: the run directory of this process, and the environment variables.
 
-    If the environment names no directory, the directory is `run`. Raises UsageError if both are
-    missing, and RefusedError if the directory cannot be used.
+    If the environment names no directory, the directory is `run`. Creates the directory if needed.
+    Raises UsageError if both are missing, and RefusedError if the directory cannot be used.
     """
     variables = environ.snapshot()
     named = variables.get(environ.RUN_DIR)

@@ -148,7 +148,7 @@ class Recorder:
     def _file(self, path: Path) -> int:
         """Returns the descriptor for `path`.
 
-        If the last check is `check_every_s` old, opens a file again that was removed or replaced.
+        If a check that is due finds that the file was removed or replaced, opens it again.
         """
         fd, check_at = self._descriptors.get(path, (None, 0.0))
         now = time.monotonic()

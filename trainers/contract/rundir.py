@@ -37,7 +37,7 @@ LIVE_STATUS = "supervisor_status.json"
 SHARED_MEMORY, LIVE_PREFIX = Path("/dev/shm"), "nsa-console-"
 MAX_DOCUMENT_BYTES, PROC_BYTES = 4 << 20, 4096
 RUN_NAME = re.compile(r"[0-9]{1,4}-[a-z0-9][a-z0-9_.-]{0,47}")
-"""Pattern of the name of a run directory."""
+"""Pattern of the name of a run directory in a launch directory."""
 
 
 def heartbeat(run: Path, rank: int) -> Path:
@@ -92,7 +92,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def identity(pid: int | None = None) -> dict[str, Any]:
-    """Returns the unique identity of a process: pid, start time, boot id and host."""
+    """Returns pid, start time, boot id and host of a process (default: of this process)."""
     ticks = start_ticks(pid) if pid else _own_start_ticks(os.getpid())
     return {
         "pid": pid or os.getpid(), "start_ticks": ticks, "boot_id": boot_id(), "host": host_name(),

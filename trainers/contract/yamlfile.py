@@ -29,7 +29,7 @@ def load(path: Path) -> dict[str, Any]:
 def load_chain(
     path: Path, key: str, places: Callable[[Path, str], Iterable[Path]]
 ) -> list[tuple[Path, dict[str, Any]]]:
-    """Returns a file and the files that it builds on, with their content; `path` comes last.
+    """Returns the file `path` and the files that it builds on, with their content; `path` is last.
 
     A file may name another file, on which it builds, as the value of `key`. `places` returns the
     paths at which this other file may be. Raises UsageError.

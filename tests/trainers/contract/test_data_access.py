@@ -1,4 +1,4 @@
-"""The check that the hub answers, with the proxies that its client uses."""
+"""The check that the hub or a proxy answers, and the sentence for an address that is no URL."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def late():
 threading.Thread(target=late).start()
 sys.exit(3)
 """
-"""The exit of the thread ends only the thread, after the main thread has raised its own exit."""
+"""The thread exits after the main thread has raised its own exit; this ends only the thread."""
 ENDS = [
     ("pass", 0, 0, "done"),
     ("sys.exit()", 0, 0, "done"),

@@ -1,4 +1,4 @@
-"""Joining a run: dumps, the common step of a halt, phases, and the exit record."""
+"""A rank in a run: dumps, the common step of a halt, phases, exit record, copies of the pulse."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ for step in range(1, 100000):
 
 @pytest.fixture
 def start(tmp_path):
-    """Starts `PROGRAM` in a mode; kills it at the end of the test."""
+    """Yields a function that starts `PROGRAM` in a mode; kills the programs after the test."""
     started = []
 
     def start(mode: str, live: Path | None = None, variables: dict[str, str] | None = None, **more):
@@ -140,7 +140,7 @@ def test_the_last_resort_needs_no_gil_and_never_ends_a_rank(tmp_path, live, star
 
 
 def test_sigusr1_before_the_handler_is_there_is_harmless_when_it_was_ignored(tmp_path, start):
-    """The ranks inherit from the supervisor that SIGUSR1 is ignored."""
+    """The supervisor ignores SIGUSR1, and the ranks inherit this."""
     process = start("run", preexec_fn=lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN))
     for _ in range(100):
         process.send_signal(signal.SIGUSR1)
