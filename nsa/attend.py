@@ -1,11 +1,10 @@
 """Softmax attention of grouped heads, through torch's SDPA or `nsa.partial` (eq. 1, 2).
 
 Shapes, here and in the other modules: B sequences; H query heads; G key heads, one for each group
-of R = H/G query heads; S queries, which are the last of T tokens; Dk, the width of a query or key;
-Dv, the width of a value.
+of R = H/G query heads; S queries; T keys; Dk, the width of a query or key; Dv, the width of a
+value.
 
-SDPA computes in the dtype of its inputs. Around SDPA, autocast is suspended, because autocast would
-round wider inputs.
+Around SDPA, autocast is suspended, because autocast would round float32 inputs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -179,8 +178,8 @@ def additive(hidden: Tensor, dtype: torch.dtype) -> Tensor:
 def expand_kv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, bool]:
     """Returns three values: keys and values for SDPA, and whether SDPA expands both to all heads.
 
-    On a CPU with Dk = Dv, SDPA's flash kernel expands keys and values without a copy, also in the
-    backward. In all other cases with fewer key heads, this function copies them.
+    On a CPU with Dk = Dv, SDPA expands keys and values; its flash kernel needs no copy for this. In
+    other cases with fewer key heads, this function copies keys and values.
     """
     if q.shape[1] == k.shape[1] or (q.device.type == "cpu" and q.shape[-1] == v.shape[-1]):
         return k, v, q.shape[1] != k.shape[1]

@@ -84,8 +84,8 @@ class NSAttention(nn.Module):
     def routes(self, x: Tensor, first: int = 0) -> Mapping[str, Route]:
         """Returns the route of each branch for the tokens `[B, …, S, D]`.
 
-        `first` is the position of the first token. Unless torch.compile traces the call, it counts
-        the fallbacks, and warns once of each.
+        `first` is the position of the first token. The call counts the fallbacks, and warns once
+        of each. While torch.compile traces, it does neither.
         """
         dtype = x.dtype
         kind = x.device.type
@@ -109,7 +109,7 @@ class NSAttention(nn.Module):
         """
         y = self.qkv(x)
         if x.device.type == "cpu":
-            # On a CPU the attention is computed in float32, because each rounding costs accuracy.
+            # On a CPU, the attention has at least float32, because each rounding costs accuracy.
             y = upcast_fp32(y)
         q, *kv = self.qkv.split(y)
         kv = [split_heads(part, self.config.n_kv_groups) for part in kv]

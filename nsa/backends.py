@@ -80,7 +80,7 @@ class Case:
     """Position of the first of the `seq_len` queries; the keys begin at position 0."""
     batch: int = 1
     threads: int = 0
-    """Threads of the CPU; 0 if unknown, for example while torch.compile traces."""
+    """Threads that torch uses on the CPU; 0 if unknown, as while torch.compile traces."""
 
     @property
     def total(self) -> int:
@@ -105,11 +105,11 @@ class Route:
     name: str
     why: str
     fallback: str = ""
-    """Why a switch that concerns the route has no effect, or "" if there is no such switch."""
+    """Why `flash_only` or `use_fa2` cannot have its effect on the route, or ""."""
     folded: bool = False
     """True if the heads of a group are rows of one product: in the whole window branch, or in the
-    causal part of another branch. This is done only on a CPU with at least one group per thread,
-    because the kernel's backward assigns whole groups to threads."""
+    causal part of another branch. This is done only on a CPU, if the batch has at least one group
+    per thread, because the kernel's backward assigns whole groups to threads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +196,7 @@ def _fa2_refusal(case: Case, branch: str) -> str:
 
 
 def _sdpa_refusal(case: Case, route: str) -> str:
-    """Returns why SDPA cannot use its flash kernel, although flash_only is on; otherwise ""."""
+    """Returns why SDPA cannot use its flash kernel although flash_only is on, or ""."""
     if not case.switches.flash_only or route in ("none", "flash-attn"):
         return ""
     if case.config.d_k != case.config.d_v:
@@ -207,7 +207,7 @@ def _sdpa_refusal(case: Case, route: str) -> str:
 
 
 def in_words(routes: Mapping[str, Route]) -> dict[str, str]:
-    """Returns a text for each route, for env.json and the screen."""
+    """Returns a text for each route."""
     return {
         branch: f"{route.name}{', heads folded' if route.folded else ''}"
         f"{f' ({route.fallback})' if route.fallback else ''}"

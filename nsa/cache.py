@@ -14,9 +14,9 @@ SMALLEST_BUFFER = 64
 class Rows:
     """Rows `[B, G, n, D]` in one buffer with spare room, so that most appends copy only new rows.
 
-    A buffer without room for the new rows is replaced by a larger one, for about a quarter more
-    rows or for `capacity` rows. With `keep`, only the last `keep` rows stay after an `append`, in a
-    buffer of twice `keep` rows.
+    A buffer without room for the new rows is replaced by one for about a quarter more rows, or for
+    `capacity` rows if this is more. With `keep`, the buffer has twice `keep` rows, and only the
+    last `keep` rows stay after an `append`.
     """
 
     def __init__(self, keep: int | None = None, capacity: int = 0) -> None:
@@ -25,7 +25,11 @@ class Rows:
         self._begin = self._end = 0
 
     def append(self, new: Tensor) -> Tensor:
-        """Returns the stored rows and `new` as one tensor. Raises RuntimeError or ValueError."""
+        """Returns the stored rows and `new` as one tensor.
+
+        Raises RuntimeError if `new` needs a gradient, and ValueError if its number of sequences or
+        groups differs.
+        """
         if new.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("a decoding cache stores no gradients; use torch.no_grad().")
         if self._buffer is not None and self._buffer.shape[:2] != new.shape[:2]:
@@ -95,7 +99,7 @@ class Cache:
         return [rows.rows for rows in self._blocks]
 
     def append(self, kv: Sequence[Tensor]) -> list[Tensor]:
-        """Appends the next tokens. Returns the rows of `kv` that these tokens may use."""
+        """Appends the next tokens. Returns the cached and the new rows of each tensor."""
         usable = [rows.append(new) for rows, new in zip(self._kv, kv, strict=True)]
         self.length += kv[0].shape[2]
         return usable

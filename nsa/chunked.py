@@ -1,4 +1,4 @@
-"""Computes the selected branch from the selected blocks only, one chunk of tokens at a time.
+"""Computes the selected branch for long sequences, one chunk of tokens at a time.
 
 From token 2 · l' on, every query selects block 0, its current block and the block before the
 current block. The keys of these three blocks are the near keys of the query. The other pairs of a
@@ -31,7 +31,7 @@ from nsa.precision import no_autocast, upcast_fp32
 from nsa.select import attend_selected
 
 CHUNK = 8192
-"""Most tokens in a chunk, which has whole blocks; a larger block is a chunk of its own."""
+"""Most tokens in a chunk, which begins with a block; a larger block is a chunk of its own."""
 TILE_ROWS = 768
 """Most slots of a tile with more than 8 slots, times the heads of a group. A lower number makes the
 products slow, and a higher number leaves more slots empty."""
@@ -49,8 +49,8 @@ def attend_chunked(
     """Causal attention to the selected blocks (eq. 12); shapes as in `nsa.select.attend_selected`.
 
     `blocks` may lack the tokens t < n · l' of the sequence. `flash` allows torch's flash kernel for
-    the parts. The first chunk must begin with the first token of a block. The queries before this
-    token use plain causal attention if they select all blocks, or else a mask.
+    the parts. The first chunk begins with the first token of a block. The queries before this token
+    use plain causal attention if they select all blocks, or else a mask.
     """
     size, (count, total) = config.select_block_size, (q.shape[2], k.shape[2])
     past, all_seen = total - count, config.n_select * size

@@ -28,7 +28,7 @@ SCORE_CHUNK = 512
 
 
 def draw_normal(weight: Tensor, std: float) -> None:
-    """Fills a weight with normal random numbers of torch's global generator."""
+    """Fills a weight with normal random numbers of the default generator of its device."""
     weight.normal_(std=std)
 
 
@@ -105,8 +105,8 @@ def attend_compressed(
     """Returns the attention of each token to the compressed blocks that the token sees.
 
     `first` is the position of the first token. `q` `[B, H, S, Dk]`, `k` `[B, G, N, Dk]`, `v` `[B,
-    G, N, Dv]` → `[B, H, S, Dv]`, computed in float32 or wider. Tokens t < size - 1 see no block, so
-    their rows are exactly 0.
+    G, N, Dv]` → `[B, H, S, Dv]`, computed in float32 or wider, in the dtype of `q`. Tokens
+    t < size - 1 see no block, so their rows are exactly 0.
     """
     seeing = list(_seeing(q, k, size, stride, first, CHUNK))
     # All slices come from one split, because the gradient of each separate slice would be as large

@@ -136,7 +136,7 @@ def flops_per_token(config: ModelConfig, seq_len: int, causal: bool) -> float:
     recomputation.
 
         6 · (weights that multiply each token, output head included)
-      + 6 · phi's weights · G · compressed blocks / seq_len                    (NSA, phi = mlp)
+      + per layer: 6 · phi's weights · G · compressed blocks / seq_len         (NSA, phi = mlp)
       + per layer and head, attention:
           causal=False: 6 · (d_k + d_v) · seq_len — the usual figure (PaLM, App. B),
                         which counts all keys for each query, for any kind of attention;
@@ -192,7 +192,7 @@ def _layer_matmul_weights(config: ModelConfig) -> int:
 
 
 def _phi_weights(config: ModelConfig) -> int:
-    """Returns the number of weights of a layer's two compression MLPs; 0 for the mean."""
+    """Returns the number of weights in a layer's two MLPs phi, without positions."""
     if config.nsa.compress == "mean":
         return 0
     return (config.nsa.block_size + 1) * (config.d_k**2 + config.d_v**2)

@@ -64,7 +64,8 @@ def save_model(
 def load_model(directory: Path | str) -> Transformer:
     """Returns the model of a directory, on the CPU, in the dtype of its weights.
 
-    Raises ValueError if the directory is incomplete, damaged, or of another kind of model.
+    Raises ValueError if the directory cannot be loaded, for example if a file is missing or of
+    another kind.
     """
     path = Path(directory)
     try:

@@ -35,7 +35,7 @@ def each_document(
 
     Each of the parts is `[B, …, S, …]` with S tokens along dimension 2. With a decoding cache, the
     first document continues the cached document, and the last document stays in the cache. An empty
-    first document ends the cached document.
+    first document before another document ends the cached document.
     """
     pieces = [part.split(list(lengths), dim=2) for part in parts]
     batch, found = parts[0].shape[0], dict[int, Tensor]()

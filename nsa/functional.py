@@ -22,8 +22,7 @@ from nsa.select import attend_ranges, attend_selected, block_scores, top_blocks
 from nsa.window import attend_flash_attn, attend_window
 
 SELECTED = {"masked": attend_selected, "ranges": attend_ranges}
-"""Functions of the selected branch, by route. A new function needs a row here and a rule in
-`nsa.backends`."""
+"""Functions of the selected branch with the same parameters, by route."""
 Routes = Callable[[Tensor, int], Mapping[str, Route]]
 """Returns a route per branch, from queries `[B, H, S, Dk]` and the first query's position."""
 
@@ -77,8 +76,10 @@ def nsa_attention(
     `cu_seqlens` are the offsets 0, …, S of documents packed in the sequence; each document is
     computed as if it were alone. With a cache, the first document continues the cached document,
     and the last document stays in the cache. To end the cached document instead of continuing it,
-    begin with an empty document: offsets 0, 0, …. Raises ValueError for shapes, dtypes, lengths and
-    a cache that do not fit.
+    begin with an empty document: offsets 0, 0, ….
+
+    Raises ValueError for shapes, dtypes, lengths and a cache that do not fit, and RuntimeError for
+    a cache with gradients.
     """
     _check_shapes(q, k, v, gates)
     _check_positions(q.shape[2], k[0].shape[2], first, cu_seqlens is not None, cache)
@@ -175,8 +176,9 @@ def _branches(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the outputs of the compressed, selected and window branch, `[B, H, S, Dv]` each.
 
-    The S queries have the positions first, first + 1, …; `kv` are rotated keys and values of the
-    selected and the window branch, up to the last query. Those of the selected branch begin at 0.
+    The S queries have the positions first, first + 1, …. `kv` are the rotated keys, and the values,
+    of the selected and the window branch, up to the last query. Those of the selected branch begin
+    at position 0.
     """
     k_sel, v_sel, k_win, v_win = kv
     assert how.routes is not None

@@ -11,7 +11,7 @@ from nsa.precision import upcast_fp32
 class Gate(nn.Module):
     """Branch weights per token and head from the layer's input, in the order cmp, sel, win.
 
-    With "sigmoid" (the paper) the branches are independent. With "softmax" the weights add up to 1.
+    With "sigmoid" (the paper) the weights are independent. With "softmax" the weights add up to 1.
     If `hidden` is 0, the logits are linear in the input; otherwise they are an MLP of the input
     with one hidden layer of that width (the paper, section 3.2).
     """
@@ -27,7 +27,7 @@ class Gate(nn.Module):
         """`x` `[B, S, dim]` → weights and logits, each `[B, S, H, 3]`, in float32 or wider."""
         features = x if self.hidden is None else F.silu(self.hidden(x))
         logits = self.proj(features).unflatten(-1, (self.n_heads, N_BRANCHES))
-        # A branch weight's gradient is a sum over Dv; in bfloat16 it would be rounded twice.
+        # A branch weight's gradient is a sum over Dv; in bfloat16 this sum would be rounded twice.
         logits = upcast_fp32(logits)
         return logits.sigmoid() if self.kind == "sigmoid" else logits.softmax(-1), logits
 

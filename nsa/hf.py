@@ -57,7 +57,7 @@ class NSACache:
 def left_padding(mask: Tensor, batch: int, columns: int) -> list[int]:
     """Returns the number of padded tokens of each row of a mask `[B, columns]`.
 
-    Raises ValueError for a mask of another shape, and unless each row has zeros, if any, then ones.
+    Raises ValueError for another shape, for a zero after a one, and for a row without a one.
     """
     real = mask.bool()
     ascending = (real[..., :-1] <= real[..., 1:]).all() & real[..., -1].all()
@@ -115,10 +115,10 @@ class NSAForCausalLM(transformers.PreTrainedModel, transformers.GenerationMixin)
         `attention_mask` `[B, T]` is 0 for padding on the left; its columns are the cached tokens
         and the new tokens. The logits of padding are 0. The tokens follow those in
         `past_key_values`; without a cache, `use_cache` makes a new cache. With `labels` `[B, S]`,
-        the result has the mean loss of the next tokens; padding and labels of -100 are left out. On
-        a GPU, a mask is not read if there is a cache, because reading it waits for the device.
-        Raises ValueError for another kind of cache, for another kind of mask if it is read, and for
-        labels without the logits of all tokens.
+        the result has the mean loss of the next tokens; padding and labels of -100 are left out. A
+        mask on a GPU is not read if there is a cache, because reading it waits for the device.
+        Raises ValueError for another kind of cache or a cache of another batch, for another kind of
+        mask if it is read, and for labels without the logits of all tokens.
         """
         batch, count = input_ids.shape
         cache = past_key_values

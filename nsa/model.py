@@ -73,10 +73,8 @@ class Transformer(nn.Module):
         """Initialises all parameters; `draw` fills a weight from a normal distribution of mean 0.
 
         The standard deviation is `init_std`. It is divided by sqrt(2 · n_layers) in `attn.out` and
-        `mlp.down`, which add to the residual stream (GPT-2), so that the stream's initial variance
-        does not grow with depth. Inside phi, the standard deviation is 1 / sqrt(fan-in), because
-        the input of phi is a whole block.
-        Norms start at 1; the attention gate's bias and phi's positions start at 0.
+        `mlp.down`, which add to the residual stream, as in GPT-2. Inside phi, it is
+        1 / sqrt(fan-in). Norms start at 1; the gate's bias and phi's positions start at 0.
         """
         std = self.config.init_std
         residual_std = std / math.sqrt(2 * self.config.n_layers)

@@ -12,7 +12,7 @@ def upcast_fp32(x: Tensor) -> Tensor:
 
 
 def has_autocast(kind: str) -> bool:
-    """Returns whether a type of device has autocast; torch 2.11 cannot compile torch's own test."""
+    """Returns False for "meta" only; torch.compile cannot trace torch's own test (torch 2.11)."""
     return kind != "meta"
 
 

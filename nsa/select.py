@@ -59,9 +59,8 @@ def block_status(
 def importance(p_cmp: Tensor, config: NSAConfig, n_blocks: int) -> Tensor:
     """Returns p_sel (eq. 9) `[..., n_blocks]` from `p_cmp` `[..., n]`.
 
-    The sum is computed term by term. So selection blocks with the same terms have the same score to
-    the last bit, and ties are resolved in the same way on every route. In a matrix product, the
-    rounding could depend on the position.
+    The sum is computed term by term, so selection blocks with equal terms have equal scores to the
+    last bit. In a matrix product, the rounding could depend on the position.
     """
     blocks, weights = overlap_weights(p_cmp.shape[-1], n_blocks, config, p_cmp.device, p_cmp.dtype)
     p_sel = p_cmp.new_zeros(*p_cmp.shape[:-1], n_blocks)
@@ -157,7 +156,7 @@ def merged_ranges(blocks: Tensor, config: NSAConfig, first: int) -> Tensor:
     """
     size = config.select_block_size
     end = first + torch.arange(1, blocks.shape[2] + 1, device=blocks.device)[:, None]
-    # An index minus its place is the same within a run of blocks, and increases at a gap.
+    # An index minus its place is the same within a run of blocks, and changes after the run.
     place = torch.arange(blocks.shape[-1], device=blocks.device)
     run = blocks - place
     last = F.pad(run[..., 1:] != run[..., :-1], (0, 1), value=True)

@@ -50,7 +50,8 @@ def selection_stats(p_sel: Tensor, blocks: Tensor, config: NSAConfig) -> dict[st
 
     - `sel_distance_mean`: tokens from the query back to the end of the block;
     - `sel_distance_hist`: fractions of picks 2-3, 4-7, 8-15, … blocks before the query's block;
-    - `sel_overlap`: the fraction of picks that the previous query selected too.
+    - `sel_overlap`: the fraction of picks, without the first query's, that the previous query
+      selected too.
     """
     found = {}
     seq_len, n_blocks = p_sel.shape[-2:]

@@ -26,9 +26,9 @@ if "console.supervisor" in sys.orig_argv:
 def shell(folder: Path, method: str, harm: str, setup: str = "") -> dict[str, str]:
     """Returns environment variables for a launch in whose supervisor `method` executes `harm`.
 
-    `method` is "module.Class.name"; unless `harm` raises, it then continues as usual. The
+    `method` is "module.Class.name"; unless `harm` raises, the method then continues as usual. The
     statements `setup` and `harm` may use `owners`; `harm` may also use the list `begun`, which has
-    one entry per call.
+    one entry per call. `folder` gets the module that breaks the method.
     """
     module, kind, name = method.split(".")
     there = getattr(importlib.import_module(f"console.supervisor.{module}"), kind)
