@@ -65,12 +65,12 @@ _VARYING = (
 
 
 def lost_peer(text: str) -> bool:
-    """Returns whether an error means that another rank exited or does not answer."""
+    """Returns whether an error suggests that another rank exited or does not answer."""
     return any(sign in text for sign in LOST_PEER_TEXTS) or bool(_BROKEN_PIPE.search(text))
 
 
 def out_of_memory(text: str, code: int | None = None) -> str:
-    """Returns a sentence on an out-of-memory error, with the requested size and advice, or "".
+    """Returns a text on an out-of-memory error, with advice, or "" for another error.
 
     Exit code 11 means out of memory, whatever the text.
     """
@@ -107,7 +107,7 @@ class RankEnd:
     log: str = ""
     """The exception that probably ended the rank, from its log or torchrun's log, or ""."""
     killed_after_failure: bool = False
-    """True if a supervisor killed the rank after a failure, or recorded its end as secondary."""
+    """True if the rank got KILL after the failure of another rank, according to its supervisor."""
     raised_at: str = ""
     """The place of the exception in `log`, for example "train.py:41"."""
     crashed_in: str = ""
@@ -116,7 +116,7 @@ class RankEnd:
     """The kind and the reason of the last record of the rank."""
     ts: float | None = None
     late: bool = False
-    """True if nobody observed when the rank ended: two such ends have no known order."""
+    """True if the time of the end is not known, so the order of two such ends is not known."""
     observed: bool = True
     """False if the supervisor did not get the exit code or signal from the kernel."""
     doubt: str = ""
@@ -145,7 +145,7 @@ class RankEnd:
 
     @property
     def lost_peer(self) -> bool:
-        """True if a collective failed or a peer was lost, and the rank got no signal or SIGABRT."""
+        """True if a collective failed or a peer was lost, and no signal except SIGABRT is known."""
         found = self.code == COLLECTIVE or lost_peer(f"{self.error} {self.log}")
         return found and self.signal in (None, "SIGABRT")
 

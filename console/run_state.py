@@ -28,7 +28,7 @@ TOGETHER_S = 0.5
 class ReaderView:
     """Facts of a reader, for example the supervisor's last state and the living processes.
 
-    The view of an attempt that was adopted after its recorded end has only `state` and `why`.
+    A supervisor uses at most `state` and `why`: the recorded end of an attempt that it adopted.
     """
 
     state: State | None = None
@@ -128,7 +128,7 @@ class Facts:
 
     @property
     def ended_by_signal(self) -> bool:
-        """True if torchrun's log names a signal, torchrun failed, and no rank failed by itself.
+        """True if torchrun's log names a signal, torchrun failed, and no rank failed otherwise.
 
         Any program can print into that log, so the exits must agree with the signal.
         """

@@ -88,7 +88,8 @@ def charts() -> tuple[str, ...]:
 def save_charts(titles: Sequence[str]) -> Path:
     """Replaces only the charts in the settings file; returns the path of the file.
 
-    Raises UsageError for a file that cannot be read, OSError for a file that cannot be written.
+    Raises UsageError, for example for a file that cannot be read, and OSError if the file cannot be
+    written.
     """
     file = path().resolve()
     _read(file)

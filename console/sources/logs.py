@@ -44,8 +44,8 @@ class Log:
     def poll(self, over: bool = False) -> list[bytes]:
         """Returns new complete lines; with `over` also an incomplete last line.
 
-        One call reads at most `BACKLOG_BYTES`. The first returned line may be cut, and a line that
-        is longer than `MAX_LINE_BYTES` may be returned in parts.
+        One call reads at most `BACKLOG_BYTES`. The first line of the log after the start or after a
+        skip may be cut, and a line longer than `MAX_LINE_BYTES` may be returned in parts.
         """
         try:
             with jsonl.opened(self.path, self._run) as fd:

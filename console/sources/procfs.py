@@ -61,7 +61,7 @@ def number_after(text: str, key: str) -> int | None:
 
 
 def status(pid: int | str) -> str:
-    """Returns the status file of a process, or ""; its list of groups may be long."""
+    """Returns the status file of a process, or "". The file may have a long list of groups."""
     return read_text(f"/proc/{pid}/status", TABLE_BYTES)
 
 

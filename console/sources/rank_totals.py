@@ -87,7 +87,7 @@ class AttemptTotals:
     step: int = 0
     """The step of the newest progress record."""
     exit: tuple[int, int | None] | None = None
-    """Step and exit code of the exit record; the code is None if it is not known."""
+    """Step and exit code of the exit record: 0 without a code, None for an invalid code."""
     counted: int | None = None
     """The number of steps with a non-finite loss, as last recorded."""
     counts_at_last: bool = False

@@ -149,7 +149,8 @@ def visible(devices: str, uuids: Sequence[str]) -> list[int | None]:
     """Returns the index of each GPU that CUDA sees with this CUDA_VISIBLE_DEVICES.
 
     A MIG slice, or a UUID that no GPU has, has the index None. The result ends before the first
-    entry that is neither a valid index nor a UUID. With a repeated entry, torch sees no GPU.
+    entry that is neither a valid index nor a UUID. If an entry before that is repeated, the result
+    is [], because torch then sees no GPU.
     """
     if not devices:
         return list(range(len(uuids)))
