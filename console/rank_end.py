@@ -107,7 +107,7 @@ class RankEnd:
     log: str = ""
     """The exception that probably ended the rank, from its log or torchrun's log, or ""."""
     killed_after_failure: bool = False
-    """True if the rank got KILL after the failure of another rank, according to its supervisor."""
+    """True if a supervisor killed the rank after a failure, or recorded its end as secondary."""
     raised_at: str = ""
     """The place of the exception in `log`, for example "train.py:41"."""
     crashed_in: str = ""
@@ -120,7 +120,7 @@ class RankEnd:
     observed: bool = True
     """False if the supervisor did not get the exit code or signal from the kernel."""
     doubt: str = ""
-    """Why exit code 0 in the exit record is not accepted, or "" if there is no doubt."""
+    """Why the exit code in the exit record is not accepted, or "" if there is no doubt."""
     phase: str = ""
     """The phase in the last pulse or the exit record, or "" if the phase is not known."""
 

@@ -143,8 +143,7 @@ def leftovers(case: Case) -> Found:
     """Lists trainers without a supervisor, at most `MAX_SHOWN`.
 
     For a plan with GPUs, the check fails if such trainers have a GPU open, and lists only these.
-    Otherwise the result is at most a warning: the trainers share only cores and memory with the
-    launch.
+    Otherwise the result is at most a warning: no trainer is known to share a GPU with the launch.
     """
     proc = case.root / "proc"
     found = unsupervised(proc)
