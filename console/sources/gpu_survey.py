@@ -40,7 +40,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The GPUs that NVML finds. `cuda` is the newest CUDA for the driver, or (0, 0)."""
+    """The GPUs that NVML finds. `cuda` is the newest CUDA that the driver supports, or (0, 0)."""
 
     cards: tuple[Card, ...] = ()
     driver: str = ""

@@ -200,7 +200,11 @@ def _matches(wanted: str, known: Sequence[KnownLaunch]) -> list[KnownLaunch]:
 
 
 def _latest(known: Sequence[KnownLaunch], root: Path, act: bool) -> Path:
-    """Returns the newest launch. Raises NotFoundError; for an action also RefusedError."""
+    """Returns the newest launch.
+
+    Raises NotFoundError if there is none. For an action, raises RefusedError, for example if
+    another launch may be newer.
+    """
     if not known:
         raise NotFoundError(f"no launch under {root}; start one with {program()} launch PLAN")
     newest = known[0]

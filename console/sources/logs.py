@@ -44,7 +44,7 @@ class Log:
     def poll(self, over: bool = False) -> list[bytes]:
         """Returns new complete lines; with `over` also an incomplete last line.
 
-        One call reads at most `BACKLOG_BYTES`. The first line of the log after the start or after a
+        One call reads at most `BACKLOG_BYTES`. The first line after the start of reading or after a
         skip may be cut, and a line longer than `MAX_LINE_BYTES` may be returned in parts.
         """
         try:
