@@ -130,7 +130,7 @@ class Facts:
     def ended_by_signal(self) -> bool:
         """True if torchrun's log names a signal, torchrun failed, and no rank failed otherwise.
 
-        Any program can print into that log, so the exits must agree with the signal.
+        Other programs can print into that log, so the exits must agree with the signal.
         """
         failed = self.torchrun_code not in (0, None)
         by_itself = any(
