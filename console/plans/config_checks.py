@@ -71,9 +71,7 @@ def config(case: Case, index: int) -> Found:
     too few steps in a sweep.
     """
     phase, resolved = case.plan.phases[index], case.settings[index]
-    why = gates.why_no_single(
-        case.plan.phases, index
-    )  # due to --phase, --nproc or the command resume
+    why = gates.why_no_single(case.plan.phases, index)  # after --phase, --nproc or a resume
     if not resolved:
         return "unknown" if why else "pass", why or "a foreign program, not checked"
     steps, least = case.value(index, "train.steps"), sweep.LEAST_STEPS

@@ -179,7 +179,7 @@ def why_no_single(phases: Sequence[Phase], index: int) -> str:
 
 
 def _check_mapping(rule: GateRule, value: Any, wanted: Demand, where: str) -> None:
-    """Raises UsageError for a key that is not in `DEMAND_KEYS`, a wrong `at` or `override`."""
+    """Raises UsageError for a key not in `DEMAND_KEYS`, and for a wrong `at` or `override`."""
     if not isinstance(value, Mapping):
         return
     for key in value:

@@ -92,7 +92,7 @@ def _parsed(answer: bytes, limit_s: float, code: int | None) -> Survey:
 
 
 def main() -> None:
-    """Prints the survey as JSON lines: the header or an error, then a line for each GPU that answers."""
+    """Prints JSON lines: the header or an error, then a line for each GPU that answers."""
     import pynvml
 
     lock = threading.Lock()
