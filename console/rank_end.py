@@ -151,7 +151,7 @@ class RankEnd:
 
     @property
     def at(self) -> str:
-        """The step and phase of the end: " at step 41 in forward", or "" if no step is known."""
+        """The step of the end, with a known phase: " at step 41 in forward"; "" without a step."""
         inside = f" in {self.phase}" if self.phase else ""
         return f" at step {self.step}{inside}" if self.step else ""
 

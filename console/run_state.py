@@ -32,7 +32,7 @@ class ReaderView:
     """
 
     state: State | None = None
-    """The last state that the supervisor wrote, or None if no document has a state."""
+    """The last state that the supervisor wrote, or None if no valid state is known."""
     why: str = ""
     has_supervisor: bool = False
     """True if the supervisor is alive."""

@@ -130,7 +130,7 @@ class LogSource:
 
 
 def _event_line(record: dict[str, object], last: dict[str, object]) -> LogLine | None:
-    """Returns an event as a line, or None for an invalid event and for one that repeats `last`.
+    """Returns an event as a line; None without a text or a valid time, or if it repeats `last`.
 
     Only events within `SAME_S` are compared: a verdict, its alert and the new state are three
     events with one sentence.

@@ -80,7 +80,7 @@ def open_links(pid: int, proc: str = "/proc") -> dict[int, str]:
 
 
 def stat(folder: str) -> Stat | None:
-    """Returns the fields of the stat file in a folder of /proc, or None if it cannot be read."""
+    """Returns the fields of the stat file in a folder of /proc, or None if they are not valid."""
     return parse_stat(read_text(f"{folder}/stat"))
 
 

@@ -223,7 +223,7 @@ def newest_step(supervisor: Record, ranks: tuple[Rank, ...], records: RunRecords
 
 
 def data_age_s(ranks: tuple[Rank, ...], records: RunRecords) -> float | None:
-    """Returns the age of the newest pulse, record or sample, or None if there is none."""
+    """Returns the age of the newest pulse, record or sample, or None if no age is known."""
     ages = [rank.age_s for rank in ranks]
     ages += [liveness.age(jsonl.number(sample, "ts")) for sample in records.samples.values()]
     return min((age for age in ages if age is not None), default=None)
