@@ -21,7 +21,7 @@ LAST_STEP = "done"
 AGREED = "agreed"
 """The reason of a rank that halts only because another rank does."""
 TOGETHER_S = 0.5
-"""Ranks killed within this time count as killed together. torchrun waits longer before KILL."""
+"""Ends within this time count as simultaneous. torchrun waits longer before KILL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ class Facts:
 
     @property
     def killed_together(self) -> bool:
-        """True if all of several ranks got SIGKILL within `TOGETHER_S`, not from the supervisor."""
+        """True if all of several ranks got SIGKILL within `TOGETHER_S`, and not after a failure."""
         killed = [e for e in self.ends if e.signal == "SIGKILL" and not e.killed_after_failure]
         times = [end.ts for end in killed if end.ts is not None]
         return len(times) == self.world > 1 and max(times) - min(times) <= TOGETHER_S

@@ -34,7 +34,7 @@ from trainers.contract.errors import ContractError
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One check, and the resource that it reads; rows with the same `needs` share a thread."""
+    """One check, and the resource that it reads; rows with the same `needs` run in sequence."""
 
     name: str
     check: Callable[[Case], Found]
