@@ -1,6 +1,6 @@
 """Parses plans from YAML into frozen data.
 
-An unknown key of a section is an error; the names in `set`, `gates` and `rules` are not checked.
+An unknown key raises UsageError, except a name in `set`, `gates` or `rules`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ PLACEHOLDER = "{checkpoint}"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """The checks of new checkpoints: a load in another process (`load`), then a back-up.
+    """Options for new checkpoints: a load in another process (`load`), then a back-up.
 
     `backup` is a program with its arguments. With a `backup`, a checkpoint is loaded even if `load`
     is False, and the program runs after a successful load. The path of the checkpoint replaces
@@ -138,7 +138,7 @@ class Phase:
 
     @property
     def is_ours(self) -> bool:
-        """True if the phase starts a module of `trainers`. Its settings are then known."""
+        """True if the phase starts a module of `trainers`."""
         return not self.script and self.module.startswith("trainers.")
 
 
@@ -162,7 +162,7 @@ class Sweep:
 class Plan:
     """The phases of a launch, and the keys that apply to the whole launch.
 
-    With `gpus` above 0, the trainers of this project train on CUDA, unless `set` has a device.
+    With `gpus` above 0, `parse` sets the device of some phases to CUDA (see `_on_gpus`).
     """
 
     name: str
@@ -197,7 +197,7 @@ def highest_p(variants: int) -> float:
 
 MERGED_KEYS = ("flags", "set", "gates", "expects")
 SHARED_KEYS = ("nproc", "module", "script", "config", *MERGED_KEYS)
-"""Keys that a plan may set for all phases; `_phase` overrides or merges them for a phase."""
+"""Keys that a plan may set for all its phases (see `_phase`)."""
 PLANS = Path(__file__).resolve().parents[1] / "configs" / "plans"
 
 
@@ -265,7 +265,7 @@ def parse(document: Mapping[str, Any], where: str) -> Plan:
 
 
 def _on_gpus(phase: Phase) -> Phase:
-    """Returns a phase with the device CUDA, unless its `set` has a device or it is not ours."""
+    """Returns a phase; a phase that `is_ours` and has no device in `set` gets the device CUDA."""
     return replace(phase, set={DEVICE: "cuda", **phase.set}) if phase.is_ours else phase
 
 
@@ -319,7 +319,7 @@ def _phase(raw: Mapping[str, Any], shared: Mapping[str, Any], where: str) -> Pha
 def section(cls: Any, raw: Any, where: str, **read: Any) -> Any:
     """Returns an object of `cls`, whose annotations say how the values of `raw` are converted.
 
-    A null value is treated as a missing value, also in a mapping. Raises UsageError.
+    A null is treated as a missing value, also in a field that is a mapping. Raises UsageError.
     """
     raw, kinds = _mapping(raw, where), get_type_hints(cls)
     _check_keys(raw, list(kinds), where)

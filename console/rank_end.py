@@ -65,12 +65,12 @@ _VARYING = (
 
 
 def lost_peer(text: str) -> bool:
-    """Returns whether an error means that another rank exited or does not answer."""
+    """Returns whether an error suggests that another rank exited or does not answer."""
     return any(sign in text for sign in LOST_PEER_TEXTS) or bool(_BROKEN_PIPE.search(text))
 
 
 def out_of_memory(text: str, code: int | None = None) -> str:
-    """Returns a sentence on an out-of-memory error, with the requested size and advice, or "".
+    """Returns a text on an out-of-memory error, with advice, or "" for another error.
 
     Exit code 11 means out of memory, whatever the text.
     """
@@ -116,11 +116,11 @@ class RankEnd:
     """The kind and the reason of the last record of the rank."""
     ts: float | None = None
     late: bool = False
-    """True if nobody observed when the rank ended: two such ends have no known order."""
+    """True if the time of the end is not known, so the order of two such ends is not known."""
     observed: bool = True
     """False if the supervisor did not get the exit code or signal from the kernel."""
     doubt: str = ""
-    """Why exit code 0 in the exit record is not accepted, or "" if there is no doubt."""
+    """Why the exit code in the exit record is not accepted, or "" if there is no doubt."""
     phase: str = ""
     """The phase in the last pulse or the exit record, or "" if the phase is not known."""
 
@@ -145,13 +145,13 @@ class RankEnd:
 
     @property
     def lost_peer(self) -> bool:
-        """True if a collective failed or a peer was lost, and the rank got no signal or SIGABRT."""
+        """True if a collective failed or a peer was lost, and no signal except SIGABRT is known."""
         found = self.code == COLLECTIVE or lost_peer(f"{self.error} {self.log}")
         return found and self.signal in (None, "SIGABRT")
 
     @property
     def at(self) -> str:
-        """The step and phase of the end: " at step 41 in forward", or "" if no step is known."""
+        """The step of the end, with a known phase: " at step 41 in forward"; "" without a step."""
         inside = f" in {self.phase}" if self.phase else ""
         return f" at step {self.step}{inside}" if self.step else ""
 

@@ -28,10 +28,10 @@ FROM_STEP = "checkpoint.from_step"
 def plan(path: Path, said: Callable[[str], object]) -> tuple[Plan, dict[str, str], dict[str, str]]:
     """Returns three values: a plan, the origins of its flags, and the origins of its settings.
 
-    The plan has the phases of an ended launch from the first that did not pass, the options of the
-    launch, and those flags of operators that an answer to a request confirms. `said` gets a
-    sentence on each other flag of an operator, and on each gate whose override ends. If the first
-    phase starts a trainer of this project and has a checkpoint, it resumes from the newest
+    The plan has the phases of an ended launch from the first that did not pass, with the changes by
+    options of the launch, and those flags of operators that an answer to a request confirms. `said`
+    gets a sentence on each other flag of an operator, and on each gate whose override ends. If the
+    first phase starts a trainer of this project and has a checkpoint, it resumes from the newest
     checkpoint. Raises RefusedError, for example if the launch has not ended, if processes are
     alive, or if no phase is left.
     """

@@ -21,18 +21,18 @@ LAST_STEP = "done"
 AGREED = "agreed"
 """The reason of a rank that halts only because another rank does."""
 TOGETHER_S = 0.5
-"""Ranks killed within this time count as killed together. torchrun waits longer before KILL."""
+"""Ends within this time count as simultaneous. torchrun waits longer before KILL."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReaderView:
     """Facts of a reader, for example the supervisor's last state and the living processes.
 
-    The view of an attempt that was adopted after its recorded end has only `state` and `why`.
+    A supervisor uses at most `state` and `why`: the recorded end of an attempt that it adopted.
     """
 
     state: State | None = None
-    """The last state that the supervisor wrote, or None if no document has a state."""
+    """The last state that the supervisor wrote, or None if no valid state is known."""
     why: str = ""
     has_supervisor: bool = False
     """True if the supervisor is alive."""
@@ -128,9 +128,9 @@ class Facts:
 
     @property
     def ended_by_signal(self) -> bool:
-        """True if torchrun's log names a signal, torchrun failed, and no rank failed by itself.
+        """True if torchrun's log names a signal, torchrun failed, and no rank failed otherwise.
 
-        Any program can print into that log, so the exits must agree with the signal.
+        Other programs can print into that log, so the exits must agree with the signal.
         """
         failed = self.torchrun_code not in (0, None)
         by_itself = any(
@@ -172,7 +172,7 @@ class Facts:
 
     @property
     def killed_together(self) -> bool:
-        """True if all of several ranks got SIGKILL within `TOGETHER_S`, not from the supervisor."""
+        """True if all of several ranks got SIGKILL within `TOGETHER_S`, and not after a failure."""
         killed = [e for e in self.ends if e.signal == "SIGKILL" and not e.killed_after_failure]
         times = [end.ts for end in killed if end.ts is not None]
         return len(times) == self.world > 1 and max(times) - min(times) <= TOGETHER_S

@@ -26,7 +26,7 @@ LEVELS = ("info", "warn", "crit")
 class Settings:
     """The operator's settings: two programs that the supervisor runs, and when it runs them.
 
-    `hook` runs on an alert or a crit state, if `hook_levels` has its level. `hook_every_s` is the
+    `hook` runs on an alert or a crit state whose level is in `hook_levels`. `hook_every_s` is the
     shortest time between two starts of `hook`, except at the end of a launch. As long as the
     supervisor works, it also starts `alive` every `alive_every_s`, unless `alive` still runs. An
     empty `hook` or `alive` means no program.
@@ -88,7 +88,8 @@ def charts() -> tuple[str, ...]:
 def save_charts(titles: Sequence[str]) -> Path:
     """Replaces only the charts in the settings file; returns the path of the file.
 
-    Raises UsageError for a file that cannot be read, OSError for a file that cannot be written.
+    Raises UsageError, for example for a file that cannot be read, and OSError if the file cannot be
+    written.
     """
     file = path().resolve()
     _read(file)

@@ -23,7 +23,7 @@ CARDS_MIB: Mapping[str, int] = {"A100": 81_920, "A100-40": 40_960, "H100": 81_55
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check. "fail" rejects the launch; "unknown" is a warning."""
+    """The result of one check: "fail" prevents the launch, and "unknown" is a warning."""
 
     name: str
     result: Result
@@ -37,7 +37,7 @@ class Case:
     """A plan to check, the directory that its launch would write to, and the options of the checks.
 
     `settings` has the resolved settings of each phase; for a foreign program they are {}. If
-    `assumed` names GPUs, for example 2xA100, the GPUs of this machine are not read.
+    `assumed` names GPUs, for example 2xA100, `survey` has these instead of this machine's GPUs.
     """
 
     plan: Plan
@@ -72,7 +72,7 @@ class Case:
             return str(error)
 
     def value(self, index: int, key: str) -> Any:
-        """Returns a setting of a phase, or None for a foreign program."""
+        """Returns the value of a phase's setting, or None for a foreign program."""
         return self.settings[index][key]["value"] if self.settings[index] else None
 
 

@@ -1,4 +1,4 @@
-"""Finds and loads plans: by name in the folders `FOLDER`, or by the path of a file."""
+"""Finds and loads plans: by name (see `files`), or by the path of a file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_plan(name: str) -> bool:
 
 
 def find(name: str) -> Path:
-    """Returns the file of a plan. Raises UsageError if there is no such plan or file."""
+    """Returns the file of a plan name or path. Raises UsageError if there is no such file."""
     path, known = Path(name), files()
     if path.is_file():
         return path

@@ -65,12 +65,13 @@ def _is_there(module: str) -> bool:
 
 
 def config(case: Case, index: int) -> Found:
-    """Checks the steps, gates and statistics of a phase, and the facts that it expects.
+    """Checks the steps, gates and statistics of a phase, and the facts that the plan expects.
 
-    If a setting of `--set` may be the cause of a failure, the result is only a warning.
+    If a setting of `--set` may be the cause of a failure, the result is only a warning, except for
+    too few steps in a sweep.
     """
     phase, resolved = case.plan.phases[index], case.settings[index]
-    why = gates.why_no_single(case.plan.phases, index)  # possible after --phase, --nproc, resume
+    why = gates.why_no_single(case.plan.phases, index)  # after --phase, --nproc or a resume
     if not resolved:
         return "unknown" if why else "pass", why or "a foreign program, not checked"
     steps, least = case.value(index, "train.steps"), sweep.LEAST_STEPS
@@ -125,7 +126,7 @@ def _figures(case: Case, index: int) -> launch_facts.Figures:
 
 
 def disk(case: Case) -> Found:
-    """Checks the free space for the checkpoints of each phase (`_kept_bytes`), and for records."""
+    """Compares the free space with the space for checkpoints (`_kept_bytes`) and records."""
     checkpoints = sum(_kept_bytes(case, i) for i, held in enumerate(case.settings) if held)
     needed, folder = checkpoints + RECORDS_BYTES, nearest_folder(case.directory)
     total, _, free = shutil.disk_usage(folder)
@@ -153,7 +154,7 @@ def _kept_bytes(case: Case, index: int) -> int:
 
 
 def directory(case: Case) -> Found:
-    """Checks that the launch can create its directory, and that the parents are protected."""
+    """Checks that the launch can create its directory, and that `check_parents` accepts it."""
     try:
         access.check_parents(case.directory)
     except RefusedError as error:
@@ -170,7 +171,7 @@ def directory(case: Case) -> Found:
 
 
 def resume(case: Case) -> Found:
-    """Checks that each phase that resumes from a path (`RESUME`) finds a checkpoint there.
+    """Checks that a phase that resumes from a path outside this launch finds a checkpoint there.
 
     The files of the checkpoint are not verified, because this would take long; the ranks verify
     them.
@@ -200,7 +201,7 @@ def nearest_folder(path: Path) -> Path:
 
 
 def gpu_memory(case: Case) -> Found:
-    """Compares the memory of the GPUs that the ranks see with the least that a rank needs."""
+    """Compares the memory of the ranks' GPUs with the least memory that a rank needs."""
     cards = () if isinstance(case.survey, str) else case.survey.cards
     if case.plan.gpus == 0 or not any(case.settings):
         return "pass", "a foreign program, not checked" if case.plan.gpus else "no GPU is needed"
@@ -222,7 +223,7 @@ def gpu_memory(case: Case) -> Found:
 
 
 def _least_bytes(case: Case, index: int) -> int:
-    """Returns a rank's least memory: weights, gradients, moments, activations and logits.
+    """Estimates a rank's least memory: weights, gradients, moments, activations and logits.
 
     The memory that the attention needs depends on its route and is not included. If some layers are
     recomputed, all count as recomputed.

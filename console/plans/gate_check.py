@@ -117,7 +117,7 @@ def _documents(run: Path) -> tuple[dict[str, Any] | None, dict[str, Any] | None]
 def _unconfirmed(
     source: RunSource, state: RunState, run_json: Mapping[str, Any], document: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yields a text for each gate of a completed run that gates.json or the records do not confirm.
+    """Yields a text for each gate for which `_disagreement` returns a reason.
 
     If the gates cannot be evaluated, yields only the reason.
     """
@@ -167,7 +167,7 @@ def continued(own: Mapping[str, Any], step: int) -> Summary | None:
     """Returns the totals of the earlier run that a resumed run continues, or None if none fits.
 
     `own` is the run.json of the resumed run, and `step` its `Summary.resumed_at_end`. The records
-    or the last pulses of the earlier run must show that its ranks reached `step`. The pulses
+    or the last pulses of the earlier run must show that `step` is its last step. The pulses
     suffice, because the loaded checkpoint confirms them. Both runs must have the same phase, number
     of ranks, gates and settings, except `RESUME`.
     """
@@ -203,7 +203,7 @@ def _training(run_json: Mapping[str, Any]) -> list[object]:
 
 
 def so_far(source: RunSource, state: RunState) -> tuple[Gate, ...]:
-    """Returns the gates of a run that has not ended: over its records so far, or else unknown."""
+    """Returns the gates of a run that has not ended; unknown if they cannot be evaluated yet."""
     run = source.run_path
     if run is None or source.summary is None:
         return ()

@@ -1,4 +1,4 @@
-"""The gates of a phase, evaluated over the records of the run. A new gate is one row in `TABLE`.
+"""The table of the gates, and their evaluation. A new gate is one row in `TABLE`.
 
 Each gate has a span: all attempts, or the surviving steps (steps that no later attempt repeated).
 A gate passes only if the numbered records of its ranks cover that span without a gap. For a gate
@@ -169,7 +169,7 @@ def needing(bounds: Mapping[str, Any], names: Collection[str]) -> list[str]:
 
 
 def why_no_single(phases: Sequence[Phase], index: int) -> str:
-    """Returns why the gate on scaling can never pass, or "" (also if it has an override)."""
+    """Returns why the gate `SCALING` cannot pass; "" if it can, is missing or has an override."""
     bound = phases[index].gates.get(SCALING)
     single = next((each for each in reversed(phases[:index]) if each.nproc == 1), None)
     if bound is None or demand(bound).override or (single and SPEED in single.gates):
@@ -179,7 +179,7 @@ def why_no_single(phases: Sequence[Phase], index: int) -> str:
 
 
 def _check_mapping(rule: GateRule, value: Any, wanted: Demand, where: str) -> None:
-    """Raises UsageError if a key of a mapping is not in `DEMAND_KEYS`, or if a value is wrong."""
+    """Raises UsageError for a key not in `DEMAND_KEYS`, and for a wrong `at` or `override`."""
     if not isinstance(value, Mapping):
         return
     for key in value:

@@ -1,4 +1,4 @@
-"""The checks of GPUs, driver and torch.
+"""The checks of GPUs, driver, torch and the flags of NCCL.
 
 A plan that needs GPUs is rejected if a GPU of its ranks is known to be faulty or busy.
 """
@@ -29,7 +29,7 @@ CUDA_OF_TORCH = re.compile(r"^cuda\b.*= '(\d+)\.(\d+)", re.MULTILINE)
 
 
 def torch_cuda() -> tuple[int, int] | None:
-    """Returns the CUDA version of torch's build, or None for a CPU build, without importing torch.
+    """Returns the CUDA version of torch's build, or None without CUDA; does not import torch.
 
     If torch is not installed, or if its version.py cannot be read, the result is None too.
     """

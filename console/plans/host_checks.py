@@ -65,10 +65,10 @@ def memory(case: Case) -> Found:
 
 
 def clock(case: Case) -> Found:
-    """Fails if the newest launch is in the future, by two times.
+    """Fails if the newest launch seems to be in the future.
 
-    These are the creation time in its plan.json and the modification time of this file; both must
-    be more than `JUMP_S` in the future.
+    The creation time in its plan.json, and the modification time of this file, must both be more
+    than `JUMP_S` in the future.
     """
     newest = next(iter(launches.launches(case.artifacts)), None)
     if newest is None:
@@ -140,11 +140,10 @@ def ports(_case: Case) -> Found:
 
 
 def leftovers(case: Case) -> Found:
-    """Lists trainers without a supervisor.
+    """Lists trainers without a supervisor, at most `MAX_SHOWN`.
 
     For a plan with GPUs, the check fails if such trainers have a GPU open, and lists only these.
-    Otherwise the result is at most a warning: the trainers share only cores and memory with the
-    launch.
+    Otherwise the result is at most a warning: no trainer is known to share a GPU with the launch.
     """
     proc = case.root / "proc"
     found = unsupervised(proc)

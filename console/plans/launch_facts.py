@@ -72,8 +72,8 @@ def _model(values: Mapping[str, Any]) -> ModelConfig:
 def _time(root: Path, phases: Sequence[Mapping[str, Any]]) -> str:
     """Returns the expected time of a launch as text: the sum of the times of earlier runs.
 
-    For each phase, the newest completed run with the same settings, host and number of ranks is
-    used. If a phase has no such run in the newest `EARLIER` launches, there is no estimate.
+    The time of a phase is that of the run that `_took_s` finds. If a phase has no such run in the
+    newest `EARLIER` launches of the plan, there is no estimate.
     """
     of_plan = (x for x in launches.launches(root) if x.parent.name == phases[0]["plan"])
     earlier = [

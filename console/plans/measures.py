@@ -49,9 +49,9 @@ def steps_reached(s: Summary) -> Measured:
 def _steps_of(s: Summary, totals: RankTotals, exits: list[int]) -> tuple[int, str]:
     """Returns two values: the last step of a rank, and how its sources differ, or "".
 
-    Progress records are not written at every step, so the exit record may have a later step. This
-    step counts only if the exit code is 0, and the rank's pulse or another rank's exit record
-    confirms the step.
+    A step may have no progress record, so the exit record may have a later step. This later step
+    counts only if the exit code is 0, and the rank's pulse or another rank's exit record confirms
+    it.
     """
     part, end = totals.attempts.get(totals.newest), s.ends.get((totals.newest, totals.rank))
     if part is None or part.exit is None:

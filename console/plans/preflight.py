@@ -34,7 +34,7 @@ from trainers.contract.errors import ContractError
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One check, and the resource that it reads; rows with the same `needs` share a thread."""
+    """One check, and the resource that it reads; rows with the same `needs` run in sequence."""
 
     name: str
     check: Callable[[Case], Found]
@@ -106,8 +106,7 @@ def _in_time(case: Case, row: Row, answer: Future[Found], begun: float) -> Check
     """Returns the result of a row, which fails if its check is late or raises an error.
 
     A ContractError is raised again. A late answer of `PROCESSES` only warns: one process in state D
-    can keep every reader waiting. With assumed GPUs, only rows that need `PLAN` or `DRIVER` can
-    fail.
+    can delay the check. With assumed GPUs, only rows that need `PLAN` or `DRIVER` can fail.
     """
     limit_s = LIMIT_S.get(row.needs, USUAL_S)
     try:

@@ -41,8 +41,7 @@ FILES = (
     "k_stats", "fallback_counters", "dtypes_report", "opt_state", "git_sha.txt", "collect_env.txt",
     "nvidia_smi.xml", "mem_", "checkpoints",
 )  # fmt: skip
-"""Names, or prefixes of names, of the files that the runbooks require, and of those that replace
-files of the runbooks."""
+"""Files that the runbooks require, or that replace a required file: names, or prefixes of names."""
 OF_OPERATORS = ("note", "request", "answer", "ack", "override")
 """The kinds of events in the table of notes and requests."""
 ON_CUDA_ONLY = ("nvidia_smi.xml", "mem_")
@@ -109,7 +108,7 @@ def save(files: Mapping[Path, str]) -> None:
 
 
 def _phases(path: Path, source: RunSource) -> Iterator[Phase]:
-    """Yields the phases of a launch, or the single run at `path`."""
+    """Yields the phases of a launch that have a run directory, or the single run at `path`."""
     launch = source.launch_path
     plan = rundir.read_json(launch / rundir.PLAN, below=launch) or {} if launch else {}
     entries = enumerate(jsonl.entries(plan, "phases"))
@@ -301,7 +300,7 @@ def _environment(phases: Sequence[Phase]) -> Iterator[str]:
 
 
 def _files(phases: Sequence[Phase]) -> Iterator[str]:
-    """Yields the present and the missing `FILES` of each phase; a CPU needs no `ON_CUDA_ONLY`."""
+    """Yields the present and missing `FILES` of each phase; a CPU run needs no `ON_CUDA_ONLY`."""
     rows = []
     for each in phases:
         on_cpu = jsonl.mapping(each.env, "device").get("type") == "cpu"

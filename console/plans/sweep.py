@@ -98,7 +98,7 @@ class Comparison:
 
     @property
     def answer(self) -> str:
-        """One sentence: the winner, or "no difference", or why there is no comparison."""
+        """One sentence: which variants are the fastest, or why there is no comparison."""
         if self.refusal:
             return f"not compared: {self.refusal}"
         best = self.best

@@ -16,7 +16,7 @@ KEPT_PEAKS = 64
 
 @dataclass(slots=True)
 class Peak:
-    """The largest value (nan counts as inf). After `cut` it may be too large, but not too small."""
+    """The largest value (nan counts as inf). After `cut`, the value may be too large."""
 
     found: list[tuple[int, float]] = field(default_factory=list)
     """Step and value of successive maxima; neighbours are merged if there are too many."""

@@ -207,7 +207,7 @@ class Assembly:
         return found
 
     def _unreadable(self) -> str:
-        """Returns a text if supervisor.json was never read, or if the run is away; else "".
+        """Returns a text if supervisor.json was never read, or if the run `is_away`; else "".
 
         The text is also "" if the launch does not list the run, and while the run starts.
         """

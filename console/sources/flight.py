@@ -89,7 +89,7 @@ class Difference:
       the minority. If there is no minority, `ranks` are the ranks that make an unusual call (see
       `_unusual`), or (). It is also a mismatch if several ranks are the root; `ranks` are then
       these ranks except the lowest. If ranks wait for each other in different groups, `number` is
-      None.
+      None (see `_settled`).
     - same: no rank waits for a rank that is behind. `number` is the collective in which ranks
       wait, or None if no rank waits in a collective.
     - unknown: there is nothing to compare. `number` is the collective in which a rank waits, or

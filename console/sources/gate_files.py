@@ -47,7 +47,7 @@ class GateFiles:
 
 
 def read(run: Path, attempts: int, world: int) -> GateFiles:
-    """Returns facts from the logs of all attempts, the newest checkpoint and an earlier phase."""
+    """Returns facts from the logs, the newest checkpoint and an earlier phase."""
     name, left = json_documents.latest_checkpoint(run), ""
     size_bytes = 0
     if name:

@@ -40,7 +40,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The GPUs that NVML finds. `cuda` is the newest CUDA of the driver; (0, 0) if not known."""
+    """The GPUs that NVML finds. `cuda` is the newest CUDA that the driver supports, or (0, 0)."""
 
     cards: tuple[Card, ...] = ()
     driver: str = ""
@@ -92,7 +92,7 @@ def _parsed(answer: bytes, limit_s: float, code: int | None) -> Survey:
 
 
 def main() -> None:
-    """Prints the survey as JSON lines: the header or an error, then a line for each read GPU."""
+    """Prints JSON lines: the header or an error, then a line for each GPU that answers."""
     import pynvml
 
     lock = threading.Lock()

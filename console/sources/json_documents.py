@@ -85,7 +85,7 @@ READERS: Mapping[Any, Callable[[Mapping[str, Any], str], Any]] = {
     Sure: _one_of(("high", "medium"), "low"),
     State: _one_of(get_args(State), ""),
 }
-"""The function that reads a field of each type. It gets a JSON object and the field's key."""
+"""The function that reads a field, by the field's type; it gets a JSON object and a key."""
 
 
 @cache
@@ -130,7 +130,7 @@ def gates(record: Mapping[str, Any]) -> tuple[Gate, ...]:
 
 
 def planned_steps(record: Mapping[str, Any]) -> int | None:
-    """Returns `train.steps` of run.json, env.json or a phase; None if it is no integer."""
+    """Returns `train.steps` of run.json, env.json or a phase; None without an integer."""
     for name in ("settings", "set"):
         settings = jsonl.mapping(record, name)
         setting = jsonl.mapping(settings, STEPS) or {"value": settings.get(STEPS)}

@@ -108,7 +108,7 @@ def _contradiction(
 
 
 def _last_index(existing: Sequence[str]) -> int:
-    """Returns the index in the name of the last run directory, or 0 if there is none."""
+    """Returns the index in the name of the last run directory, or 0 without a valid index."""
     index = existing[-1].partition("-")[0] if existing else ""
     return int(index) if index.isdecimal() and len(index) <= 4 else 0
 

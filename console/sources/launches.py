@@ -147,7 +147,7 @@ def _known_in(directories: Iterable[tuple[Path, list[str]]]) -> list[KnownLaunch
 def _directories(root: Path) -> Iterator[tuple[Path, list[str]]]:
     """Yields the paths in `root`, and those one level below that are not in a launch.
 
-    Each comes with the names in it, which a file does not have; links in `root` come last.
+    Each path comes with the names in it ([] for a file); links in `root` come last.
     """
     for top in sorted((root / name for name in _names(root)), key=Path.is_symlink):
         names = _names(top)
@@ -162,7 +162,7 @@ def find(name: str, root: Path = ROOT, act: bool = False) -> Path:
     `name` is a directory, `latest`, or an id: `<launch>`, or `<launch>/` with the number, the phase
     or the name `<n>-<phase>` of a run. A unique prefix of `<launch>` is enough. Raises
     NotFoundError if nothing matches, and UsageError if several launches match. For an action
-    (`act`), also raises RefusedError if `check_in_place` does for an id or `latest`, or if another
+    (`act`) on an id or `latest`, also raises RefusedError if `check_in_place` does, or if another
     launch may be the latest.
     """
     path = Path(name)
@@ -200,7 +200,11 @@ def _matches(wanted: str, known: Sequence[KnownLaunch]) -> list[KnownLaunch]:
 
 
 def _latest(known: Sequence[KnownLaunch], root: Path, act: bool) -> Path:
-    """Returns the newest launch. For an action, raises RefusedError if another may be newer."""
+    """Returns the newest launch.
+
+    Raises NotFoundError if there is none. For an action, raises RefusedError, for example if
+    another launch may be newer.
+    """
     if not known:
         raise NotFoundError(f"no launch under {root}; start one with {program()} launch PLAN")
     newest = known[0]

@@ -44,8 +44,8 @@ class Log:
     def poll(self, over: bool = False) -> list[bytes]:
         """Returns new complete lines; with `over` also an incomplete last line.
 
-        One call reads at most `BACKLOG_BYTES`. The first returned line may be cut, and a line that
-        is longer than `MAX_LINE_BYTES` may be returned in parts.
+        One call reads at most `BACKLOG_BYTES`. The first line after the start of reading or after a
+        skip may be cut, and a line longer than `MAX_LINE_BYTES` may be returned in parts.
         """
         try:
             with jsonl.opened(self.path, self._run) as fd:
@@ -130,7 +130,7 @@ class LogSource:
 
 
 def _event_line(record: dict[str, object], last: dict[str, object]) -> LogLine | None:
-    """Returns an event as a line, or None for an invalid event and for one that repeats `last`.
+    """Returns an event as a line; None without a text or a valid time, or if it repeats `last`.
 
     Only events within `SAME_S` are compared: a verdict, its alert and the new state are three
     events with one sentence.

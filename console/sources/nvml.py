@@ -62,9 +62,9 @@ def opened_by(pid: int, proc: str = "/proc") -> frozenset[int] | None:
     """Returns N for each file /dev/nvidiaN that a process has open, or None if not available.
 
     CUDA opens the files of all GPUs that it sees, so an open file does not show that the GPU is in
-    use. The device file of WSL has the number -1. The answer is not available if the open files of
-    a process cannot be read, or if it has `procfs.MAX_DESCRIPTORS` or more open files and the first
-    of these contain no GPU. The driver is not called.
+    use. The device file of WSL has the number -1. The answer is not available if no open file
+    can be read, or if the process has `procfs.MAX_DESCRIPTORS` or more open files and the first of
+    these contain no GPU. The driver is not called.
     """
     links = procfs.open_links(pid, proc).values()
     found = {int(file[1]) for link in links if (file := DEVICE_FILE.fullmatch(link))}
@@ -280,8 +280,7 @@ def kernel_count(root: Path = Path("/")) -> int | None:
 class Nvml:
     """Samples the GPUs that NVML finds; `rows` never waits. `root` is the parent of /proc.
 
-    NVML is not shut down. While a process uses NVML, the kernel neither unloads the driver nor
-    resets a GPU.
+    NVML is not shut down. While a process uses NVML, the driver cannot be unloaded.
     """
 
     def __init__(

@@ -117,7 +117,7 @@ class Pace:
         self._read_at, self._age_s = -math.inf, 0.0
         """Time at which the newest record was read (monotonic s), and its age at that time."""
         self.from_future = False
-        """True if the time in the newest record is after its read, so the age is unknown."""
+        """True if the time in the newest record is more than `RECORDS_LATE_S` after its read."""
         self._timed_steps = 0
         self._durations: dict[str, tuple[deque[float], list[float]]] = {}
         """Durations of each phase, in the order of arrival and sorted; the key "" is for steps."""

@@ -61,7 +61,7 @@ def number_after(text: str, key: str) -> int | None:
 
 
 def status(pid: int | str) -> str:
-    """Returns the status file of a process, or ""; its list of groups may be long."""
+    """Returns the status file of a process, or "". The file may have a long list of groups."""
     return read_text(f"/proc/{pid}/status", TABLE_BYTES)
 
 
@@ -80,7 +80,7 @@ def open_links(pid: int, proc: str = "/proc") -> dict[int, str]:
 
 
 def stat(folder: str) -> Stat | None:
-    """Returns the fields of the stat file in a folder of /proc, or None if it cannot be read."""
+    """Returns the fields of the stat file in a folder of /proc, or None if they are not valid."""
     return parse_stat(read_text(f"{folder}/stat"))
 
 

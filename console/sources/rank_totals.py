@@ -87,7 +87,7 @@ class AttemptTotals:
     step: int = 0
     """The step of the newest progress record."""
     exit: tuple[int, int | None] | None = None
-    """Step and exit code of the exit record; the code is None if it is not known."""
+    """Step and exit code of the exit record: 0 without a code, None for an invalid code."""
     counted: int | None = None
     """The number of steps with a non-finite loss, as last recorded."""
     counts_at_last: bool = False
@@ -96,7 +96,7 @@ class AttemptTotals:
     bad_losses: int = 0
     first_bad: int | None = None
     hook: int | None = None
-    """1 if gradients are compressed by a communication hook, 0 if not; None if not recorded."""
+    """1 if the rank trained with a communication hook, 0 if not; None if not recorded."""
     broken: bool = False
     """True if a step before the newest progress record has no record with a loss."""
     bare: bool = False
@@ -287,7 +287,7 @@ class RankTotals:
         return self.progress - min(self.empty, sum(part.bare for part in self.attempts.values()))
 
     def saved_in(self, step: int) -> int:
-        """Returns the only attempt that can have saved the remaining checkpoint of a step, or 0."""
+        """Returns the newest attempt that began at or before a step, or 0 if there is none."""
         return max((number for number, part in self.attempts.items()
                     if part.start is not None and part.start <= step), default=0)  # fmt: skip
 

@@ -149,7 +149,8 @@ def visible(devices: str, uuids: Sequence[str]) -> list[int | None]:
     """Returns the index of each GPU that CUDA sees with this CUDA_VISIBLE_DEVICES.
 
     A MIG slice, or a UUID that no GPU has, has the index None. The result ends before the first
-    entry that is neither a valid index nor a UUID. With a repeated entry, torch sees no GPU.
+    entry that is neither a valid index nor a UUID. If an entry before that is repeated, the result
+    is [], because torch then sees no GPU.
     """
     if not devices:
         return list(range(len(uuids)))
@@ -222,7 +223,7 @@ def newest_step(supervisor: Record, ranks: tuple[Rank, ...], records: RunRecords
 
 
 def data_age_s(ranks: tuple[Rank, ...], records: RunRecords) -> float | None:
-    """Returns the age of the newest pulse, record or sample, or None if there is none."""
+    """Returns the age of the newest pulse, record or sample, or None if no age is known."""
     ages = [rank.age_s for rank in ranks]
     ages += [liveness.age(jsonl.number(sample, "ts")) for sample in records.samples.values()]
     return min((age for age in ages if age is not None), default=None)

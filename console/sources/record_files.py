@@ -279,7 +279,7 @@ class RecordFiles:
 
     @property
     def unread(self) -> str:
-        """Why the directory or a heartbeat file cannot be read, or "" if all can be read."""
+        """Why the directory or a heartbeat file cannot be read although it exists, or ""."""
         if self._unlisted:
             return "the run directory cannot be listed"
         beats = {name: rank for name in self._followed if (rank := rank_of(name)) is not None}
