@@ -147,6 +147,7 @@ _RULES = (
 _FLASH_ATTN_NEEDS: tuple[tuple[str, Callable[[Case], bool]], ...] = (
     ("flash-attn is not installed", lambda c: c.flash_attn),
     ("flash-attn computes whole sequences, not the next tokens", lambda c: c.first == 0),
+    ("prefill_batched is off", lambda c: not c.sequential),
     ("flash-attn needs a CUDA device", lambda c: c.device == "cuda"),
     ("flash-attn needs bf16 or fp16", lambda c: c.dtype in ("bfloat16", "float16")),
     ("flash-attn needs equal d_k and d_v", lambda c: c.config.d_k == c.config.d_v),

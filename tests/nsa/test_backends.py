@@ -85,6 +85,9 @@ def test_flash_attn_serves_where_all_it_needs_is_there():
         case = {key: value for key, value in (wish | change).items() if key != "use_fa2"}
         assert fallbacks(switches={"use_fa2": True}, **case) == {"win": reason}
         assert names(**(wish | change))["win"] == "banded"
+    both = {"use_fa2": True, "prefill_batched": False}
+    case = {key: value for key, value in wish.items() if key != "use_fa2"}
+    assert fallbacks(switches=both, **case) == {"win": "prefill_batched is off"}
 
 
 def test_flash_only_says_where_it_cannot_be():
