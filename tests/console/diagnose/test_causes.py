@@ -248,7 +248,7 @@ def test_a_process_that_cannot_run_is_sure_where_all_others_wait_and_it_cannot_a
 
 @pytest.mark.parametrize("odd", ["barrier", "reduce"])
 def test_of_two_ranks_the_one_that_leaves_the_usual_calls_is_named_in_its_own_phase(odd):
-    """Rank 1 is in a later phase than rank 0, as after a skipped call."""
+    """At first, rank 1 is in a later phase than rank 0, as after a skipped call."""
     found = replace(
         evidence(), flights={0: called(0, "all_gather"), 1: called(1, odd)},
         stacks={0: stack(0, *GATHER), 1: stack(1, *PEERS)},

@@ -1,4 +1,4 @@
-"""Draws speed, memory, attention gate, checkpoints, logs, hook and GPUs of a random history."""
+"""Draws more figures of a random history, for example its speed, memory and GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GPUS = ("gpu_util_above_pct", "gpu_balance_below_pct")
 
 
 class Extras:
-    """Draws these figures of a random history, and stores the true values."""
+    """Draws figures of a random history, and stores their true values."""
 
     def __init__(self, rng: random.Random, kind: str, world: int):
         self.rng, self.kind, self.world = rng, kind, world
@@ -82,7 +82,7 @@ class Extras:
         return found
 
     def finish(self, stepped: int, has_hook: bool) -> None:
-        """Counts the hooks of an attempt in which `stepped` ranks may have stepped."""
+        """Counts the communication hooks of an attempt in which `stepped` ranks may have stepped."""
         self.unknown_hooks += 0 if has_hook else stepped
         self.unhooked += stepped if has_hook and self.hook == "none" else 0
         self.hooked += stepped

@@ -47,7 +47,7 @@ class Written:
         return record
 
     def pulse(self, step: int, nonfinite_steps: int = -1) -> Pulse:
-        """Returns the last pulse of a rank that is killed in `step`."""
+        """Returns a pulse of the rank in `step`, after its newest record."""
         return Pulse(
             self.rank, 1, step, "forward", 0.0, 0.0, 0, step, "forward", len(self.records),
             nonfinite_steps,

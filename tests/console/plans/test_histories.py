@@ -231,7 +231,7 @@ def delay(rng: random.Random, lines: list[bytes]) -> list[bytes]:
 
 
 def lie(rng: random.Random, lines: list[bytes]) -> list[bytes]:
-    """Gives one record an absurd number, attempt or step, which the other records contradict."""
+    """Puts an absurd number, attempt or step into one record."""
     place = rng.randrange(len(lines))
     record = jsonl.decode(lines[place]) or {}
     key, value = rng.choice((("attempt", 10**6), ("attempt", 2**60), ("n", 10**9), ("step", 2**62)))
@@ -294,7 +294,7 @@ def read(folder: Path, left: Remains, files: dict[int, bytes], rng: random.Rando
 
 
 def bounds_around(rng: random.Random, values: dict[str, float | None]) -> dict[str, Any]:
-    """Returns for each gate True, or a number that is equal or close to the true value."""
+    """Returns for each gate True, or a number close to the true value (to 0 without a value)."""
     found: dict[str, Any] = {name: True for name, r in gates.RULES.items() if r.bound == "yes"}
     for name, value in values.items():
         step = 1 if gates.RULES[name].unit in ("steps", "stalls", "restarts", "MiB") else 1e-6

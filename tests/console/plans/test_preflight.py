@@ -211,7 +211,7 @@ def test_a_tokenizer_without_its_files_is_refused(tmp_path, monkeypatch):
 
 
 def earlier(folder, ahead_s, file_ahead_s):
-    """Writes a launch whose creation, and whose plan.json, are so far ahead of the clock."""
+    """Writes a launch; its creation and its plan.json are this many seconds ahead of the clock."""
     launch = folder / "artifacts" / "mine" / "20261120-031500"
     launch.mkdir(parents=True, exist_ok=True)
     now = time.time()
@@ -220,7 +220,7 @@ def earlier(folder, ahead_s, file_ahead_s):
 
 
 def test_a_clock_that_was_set_back_is_refused(tmp_path):
-    """One time in the future rejects nothing."""
+    """If only one of the two times is in the future, the launch is not rejected."""
     assert row("clock", tmp_path)[0] == "pass"
     for ahead_s, file_ahead_s in ((-1000, -1000), (7200, 0), (0, 7200)):
         earlier(tmp_path, ahead_s, file_ahead_s)
