@@ -10,7 +10,7 @@ from console.sources.gate_files import GateFiles
 
 Record = dict[str, Any]
 GPUS = ("gpu_util_above_pct", "gpu_balance_below_pct")
-"""Gates whose value is only a bound of the true value."""
+"""Gates that do not always pass where the true value keeps the bound."""
 
 
 class Extras:
@@ -82,7 +82,7 @@ class Extras:
         return found
 
     def finish(self, stepped: int, has_hook: bool) -> None:
-        """Counts the communication hooks of an attempt in which `stepped` ranks may have stepped."""
+        """Counts the communication hooks; in this attempt, `stepped` ranks may have stepped."""
         self.unknown_hooks += 0 if has_hook else stepped
         self.unhooked += stepped if has_hook and self.hook == "none" else 0
         self.hooked += stepped

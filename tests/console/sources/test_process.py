@@ -1,4 +1,4 @@
-"""The use and the identity of processes, with real processes."""
+"""The use, the identity and the exit codes of processes."""
 
 from __future__ import annotations
 
