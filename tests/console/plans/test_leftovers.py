@@ -54,7 +54,7 @@ class Launch:
         return child
 
     def found(self, child: subprocess.Popen[bytes]) -> tuple[list[leftovers.Leftover], str]:
-        """Returns the child as a leftover (or no leftover), and the sentence on the child (or "")."""
+        """Returns the leftovers with the child's pid, and the sentence on the child (or "")."""
         mine, others = leftovers.find()
         said = [text for text in others if text.startswith(f"pid {child.pid} ")]
         return [each for each in mine if each.handle.pid == child.pid], "; ".join(said)
