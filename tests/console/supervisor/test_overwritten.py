@@ -1,4 +1,4 @@
-"""Ranks that overwrote their environment, as setproctitle does, and so have no token."""
+"""Ranks without a token, as after setproctitle, and processes that only look like ranks."""
 
 from __future__ import annotations
 

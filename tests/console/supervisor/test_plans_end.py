@@ -1,4 +1,4 @@
-"""The end of a plan: halts between phases, and answers to late requests."""
+"""The end of a plan: after requests, after failed starts and after failed reads and writes."""
 
 from __future__ import annotations
 
