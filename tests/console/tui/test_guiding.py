@@ -1,4 +1,4 @@
-"""Help for a new operator: signs name keys that work, and old evidence is marked as old."""
+"""Help for a new operator: notices name keys that work, and old evidence is marked as old."""
 
 from __future__ import annotations
 
