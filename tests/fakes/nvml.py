@@ -44,7 +44,7 @@ def processes(folder: Path, *pairs: tuple[int, int]) -> None:
 
 
 def xid(folder: Path, gpu: int, number: int, via: int | None = None) -> None:
-    """Sends an Xid of a GPU, to the event sets in which `via` (that GPU) is registered."""
+    """Sends an Xid of a GPU to the event sets of the GPU `via`, by default of the same GPU."""
     with (folder / "events.txt").open("a") as stream:
         stream.write(f"{gpu} {gpu if via is None else via} {number}\n")
 
