@@ -153,7 +153,7 @@ class Case:
     def start(self, *adopt: str) -> subprocess.Popen[bytes]:
         """Starts the supervisor of the course with the library; does not wait until it is ready.
 
-        With `adopt`, calls may fail from the start of the supervisor.
+        With `adopt`, the supervisor gets no settings of an operator.
         """
         self._folder.mkdir(exist_ok=True)
         rundir.make_directory(self._launch)
@@ -293,7 +293,7 @@ class Case:
         return not self._found.stopped or len(done) == 2
 
     def _went_on(self, gate: Gate) -> bool:
-        """Returns whether the gate is `steps_done`, and the ranks did its steps before a late halt."""
+        """Returns whether the gate is `steps_done`, and a late halt came after its steps."""
         done = min((end["step"] for end in self._ends()), default=0)
         return gate.name == "steps_done" and done >= float(gate.bound.split()[-1])
 
