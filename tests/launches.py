@@ -139,7 +139,7 @@ class Started:
         self.wait(lambda: self.state().get("pid") not in (None, former["pid"]))
 
     def wait_gone(self) -> None:
-        """Waits until no process has the token of the run."""
+        """Waits until no process has the token of the first run."""
         self.wait(lambda: not process.with_token(self.token()))
 
     def alerts(self, name: str, index: int = 0) -> list[dict[str, Any]]:

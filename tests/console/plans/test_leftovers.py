@@ -1,4 +1,4 @@
-"""Trainers without a supervisor are ended only if two sources show that their launch is dead."""
+"""A leftover is ended only if all sources agree that its supervisor is dead."""
 
 from __future__ import annotations
 
