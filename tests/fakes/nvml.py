@@ -1,4 +1,4 @@
-"""Builds the fake of NVML's C interface and writes what its driver and GPUs say."""
+"""Builds the fake of NVML's C interface, and writes the answers of its driver and GPUs."""
 
 from __future__ import annotations
 

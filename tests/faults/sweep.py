@@ -55,7 +55,7 @@ LOST_RANK = "alert: rank 1 failed"
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What the ranks do in a case, and the states and failed gates that a reader may then show."""
+    """The actions of the ranks in a case, and the states and failed gates that may be shown."""
 
     name: str
     mode: str = ""

@@ -2,7 +2,7 @@
 
 `FAULT=<mechanism>-<phase>@<step>:<rank>` in the environment, or this value in `FOLDER/fault`, names
 the fault; the rank `all` means every rank. The file `FOLDER/reached.RANK` has the unix time of the
-start of the fault. Another process uses `FOLDER` too; it injects faults from outside.
+start of the fault. Another process may use `FOLDER` too, to inject a fault from outside.
 """
 
 import contextlib

@@ -357,7 +357,7 @@ def test_ranks_that_all_wait_to_join_have_not_started_and_none_is_blamed():
 
 
 def test_of_several_ranks_that_have_not_joined_none_is_blamed_for_certain():
-    """For example, rank 3 expects five ranks, ranks 1 and 2 wait for it, and rank 0 has joined."""
+    """For example, ranks 1 and 2 wait for rank 3, which expects five ranks; rank 0 has joined."""
     processes = dict.fromkeys(range(4), IDLE)
     group = "gloo 0 default_pg"
     first = Collective(group, 1, "all_gather", "[1] int64", False)

@@ -250,7 +250,7 @@ HARMFUL = {
 
 
 def damage_samples(rng: random.Random, left: Remains) -> None:
-    """May drop, delay or falsify samples, and may change what the files of gates show."""
+    """May drop, delay or falsify samples, and may change the contents of the files of gates."""
     samples, files = list(left.samples), left.files
     for _ in range(rng.choice((0, 1, 1, 3))):
         if samples:
@@ -271,7 +271,7 @@ def damage_samples(rng: random.Random, left: Remains) -> None:
 
 
 def read(folder: Path, left: Remains, files: dict[int, bytes], rng: random.Random) -> Summary:
-    """Returns the sums of what is left; reads the files in small portions, in a random order."""
+    """Returns the sums of the remains; reads the files in small portions, in a random order."""
     summary = Summary(len(files), left.attempts, left.stalls)
     tails = {}
     for rank, data in files.items():

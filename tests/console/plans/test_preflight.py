@@ -119,7 +119,7 @@ def test_a_run_to_resume_that_has_no_readable_checkpoint_is_refused(tmp_path):
 
 
 def test_a_phase_may_resume_from_an_earlier_phase_of_its_launch(tmp_path):
-    """With --run-dir, its directory is known before the launch."""
+    """With --run-dir, the directory of each phase is known before the launch."""
     case = bare(tmp_path)
     settings = {"checkpoint.resume": {"value": str(case.directory / "0-zero")}}
     found = config_checks.resume(replace(case, settings=(settings,)))

@@ -1,4 +1,4 @@
-"""Late results of launches, requests and checks, and what the screen does until they arrive."""
+"""Late results of launches, requests and checks, and the screen until they arrive."""
 
 from __future__ import annotations
 
