@@ -18,7 +18,7 @@ from tests.launches import HANG_GUARD_S, wait_for
 from trainers.contract import environ, rundir
 
 TOKEN = secrets.token_hex(8)
-"""Each process of pytest has its own token, because the whole machine is searched for this token."""
+"""Each process of pytest has its own token, because tests search the whole machine for it."""
 
 
 @pytest.fixture
