@@ -69,7 +69,7 @@ def bands(series: Series, name: str) -> list[object]:
 
 
 class Disk:
-    """Replaces the thread that writes a supervisor's files, and for the owner of the snapshot.
+    """Replaces the thread that writes a supervisor's files, and the owner of the snapshot.
 
     A job is executed at once, or, if the disk `hangs`, with the first job after that. No line is
     written while the disk `is_full`.
