@@ -293,7 +293,7 @@ class Case:
         return not self._found.stopped or len(done) == 2
 
     def _went_on(self, gate: Gate) -> bool:
-        """Returns whether the gate is `steps_done`, and all ranks did its steps before their end."""
+        """Returns whether the gate is `steps_done`, and all ranks did its steps."""
         done = min((end["step"] for end in self._ends()), default=0)
         return gate.name == "steps_done" and done >= float(gate.bound.split()[-1])
 
