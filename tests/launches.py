@@ -139,11 +139,11 @@ class Started:
         self.wait(lambda: self.state().get("pid") not in (None, former["pid"]))
 
     def wait_gone(self) -> None:
-        """Waits until no process has the token of the run."""
+        """Waits until no process has the token of the first run."""
         self.wait(lambda: not process.with_token(self.token()))
 
     def alerts(self, name: str, index: int = 0) -> list[dict[str, Any]]:
-        """Returns the events that raised or cleared an alert."""
+        """Returns the events about an alert."""
         return [event for event in self.events(index) if event.get("alert") == name]
 
     @contextlib.contextmanager
@@ -250,7 +250,7 @@ def phase(name: str, program: str, *args: object, **more: Any) -> dict[str, Any]
 
 
 class Begin:
-    """Starts launches and ends them after the module."""
+    """Starts launches; `clean` ends them."""
 
     def __init__(self, folders: pytest.TempPathFactory):
         self._folders = folders

@@ -1,4 +1,4 @@
-"""A link to an owner that never answers, for tests of a process tree without a supervisor."""
+"""A link to an owner that never answers, for tests without a supervisor."""
 
 from __future__ import annotations
 

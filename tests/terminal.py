@@ -136,7 +136,7 @@ class Terminal:
                 self.press(step)
 
     def leave(self) -> None:
-        """Closes the console with `q`; asserts that its terminal modes are restored."""
+        """Closes the console with `q`; asserts that it exits with 0 and restores the modes."""
         self.press("q")
         assert self.wait_exit() == 0
         assert self.left_on() == [], self.raw[-150:]

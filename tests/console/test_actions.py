@@ -1,4 +1,4 @@
-"""Launches and requests of an operator: what they write, and when they are rejected."""
+"""Launches and requests of an operator: their files, and the reasons to reject them."""
 
 from __future__ import annotations
 

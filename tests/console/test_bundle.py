@@ -108,7 +108,7 @@ def test_documents_stay_json_without_their_secrets():
 
 
 def test_the_arguments_of_the_hooks_are_removed_and_their_programs_stay():
-    """An argument of a hook is often a secret key, which may have any form."""
+    """An argument of a hook may be a secret key of any form."""
     page, ping = ("page", "--routing", 'R0"AB'), ("curl", "https://hc-ping.com/1b2c-3d4e")
     settings = asdict(Settings(hook=page, alive=ping))
     for text in (jsonl.encode(settings), json.dumps(settings).encode()):

@@ -21,7 +21,7 @@ from tests.launches import sleeping
 from trainers.contract import environ, rundir
 
 TOKEN = secrets.token_hex(8)
-"""Each process of pytest has its own token, because the whole machine is searched for it."""
+"""Each process of pytest has its own token, because tests search the whole machine for it."""
 
 
 @pytest.fixture

@@ -275,7 +275,7 @@ def test_the_answer_to_a_halt_of_a_lost_run_names_no_living_ranks(tmp_path, caps
 
 
 def elsewhere(*words: object) -> tuple[int, str]:
-    """Runs a command under another host name; returns its exit code and output."""
+    """Runs a command under another host name, or skips the test; returns exit code and output."""
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("needs root and unshare, for a host of another name")
     script = 'hostname elsewhere && exec "$@"'

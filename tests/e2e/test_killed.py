@@ -282,7 +282,7 @@ def test_a_phase_whose_end_was_lost_passes_by_the_records_of_its_steps(begin, tm
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_real_training_goes_on_and_its_checkpoints_are_loaded_and_backed_up(begin, tmp_path):
-    """Uses the trainers with torch; all processes are killed in the second of three phases."""
+    """Uses the trainers with torch; the owner and the processes of the second run are killed."""
     store = tmp_path / "store"
     store.mkdir()
     settings = {

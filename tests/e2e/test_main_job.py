@@ -1,4 +1,4 @@
-"""The main task of a new user, with the keyboard in a real terminal of 80×24, on a real run."""
+"""The main task of a new user, in a real terminal of 80×24, on a real run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gate of the phase `recall`, from the command line, with models without attention."""
+"""The gate of the phase `recall`, from the command line, with two broken models."""
 
 from __future__ import annotations
 

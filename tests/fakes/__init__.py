@@ -1,4 +1,4 @@
-"""Stand-ins for hardware, driven by data."""
+"""Fakes of hardware and of failing calls, driven by data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds the fake of NVML's C interface and writes what its driver and GPUs say."""
+"""Builds the fake of NVML's C interface, and writes the answers of its driver and GPUs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def processes(folder: Path, *pairs: tuple[int, int]) -> None:
 
 
 def xid(folder: Path, gpu: int, number: int, via: int | None = None) -> None:
-    """Sends an Xid of a GPU, to the event sets in which `via` (that GPU) is registered."""
+    """Sends an Xid of a GPU to the event sets of the GPU `via`, by default of the same GPU."""
     with (folder / "events.txt").open("a") as stream:
         stream.write(f"{gpu} {gpu if via is None else via} {number}\n")
 

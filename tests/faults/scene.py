@@ -132,7 +132,7 @@ class Scene:
         """Injects a fault, and waits until a console shows the fault.
 
         With `cause`, then waits until the console also shows the cause, which needs evidence.
-        Returns the last words for which it waited. The record of the test has both times.
+        Returns the last words that the console showed.
         """
         source = RunSource(started.path)
         source.poll()

@@ -55,7 +55,7 @@ LOST_RANK = "alert: rank 1 failed"
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What the ranks do in a case, and the states and failed gates that a reader may then show."""
+    """The actions of the ranks in a case, and the states and failed gates that may be shown."""
 
     name: str
     mode: str = ""
@@ -293,7 +293,7 @@ class Case:
         return not self._found.stopped or len(done) == 2
 
     def _went_on(self, gate: Gate) -> bool:
-        """Returns whether the ranks, before a late halt, did the steps that a gate needs."""
+        """Returns whether the gate is `steps_done`, and all ranks did its steps."""
         done = min((end["step"] for end in self._ends()), default=0)
         return gate.name == "steps_done" and done >= float(gate.bound.split()[-1])
 

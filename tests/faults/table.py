@@ -22,7 +22,7 @@ PARSING, TAILING = (f"{CONSOLE}/plans/test_flags_and_plan.py", f"{CONSOLE}/sourc
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One fault. `limit_s` bounds the median of the time until a console shows it, or is None."""
+    """One fault. `limit_s`, if not None, bounds the median of the times that its tests measure."""
 
     number: str
     grade: str

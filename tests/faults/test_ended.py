@@ -1,4 +1,4 @@
-"""Faults that end a run: the console names the rank and the error, and no process is left."""
+"""Faults of ranks and supervisors, most of which end a run: the console names the fault."""
 
 from __future__ import annotations
 

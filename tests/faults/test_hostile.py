@@ -24,7 +24,7 @@ TOKEN = secrets.token_hex(8)  # no process of another test has it
 
 
 def stranger_with(pid: int) -> subprocess.Popen[bytes] | None:
-    """Starts a process with the given pid; returns None if another process got this pid first."""
+    """Starts a process with this pid, or skips the test; returns None if the pid was taken."""
     try:
         LAST_PID.write_text(str(pid - 1))
     except OSError:

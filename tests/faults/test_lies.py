@@ -1,4 +1,4 @@
-"""Sources that are wrong, missing or of another run end no rank."""
+"""Sources that are wrong, missing or of another run end no rank; true ones have their effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unusual files and directories: another run's directory, no shared memory, a sparse file."""
+"""Another run's directory, no shared memory, a sparse file, and no free descriptor."""
 
 from __future__ import annotations
 

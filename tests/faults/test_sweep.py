@@ -2,8 +2,8 @@
 
 A run without a failure shows the call sites: the name of a call, and a file in the launch or live
 directory. Each site then fails with EIO, and with ENOSPC, EMFILE or half a write if that can occur:
-at the first call, the second, the last, or all. A later course repeats only some of the failures at
-the sites of the first course. `make test` runs a sample, `make faults` all cases.
+at the first call, the second, the last, or all. A later course repeats at most some of the failures
+at the sites of the first course. `make test` runs a sample, `make faults` all cases.
 """
 
 from __future__ import annotations

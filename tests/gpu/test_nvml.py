@@ -1,4 +1,4 @@
-"""The GPU's figures through the real driver, compared with nvidia-smi."""
+"""The GPU's figures through the real driver."""
 
 from __future__ import annotations
 

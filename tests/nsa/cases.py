@@ -86,7 +86,7 @@ def queries_and_blocks(layer: NSAttention, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def by_projection(layer: nn.Module, named: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """Returns `named` with one tensor for each projection in place of that of `qkv`."""
+    """Returns `named`; one tensor per projection replaces the tensor of `qkv`, if there is one."""
     whole = next((name for name in named if name.endswith("qkv.weight")), "")
     module = next((m for m in layer.modules() if isinstance(m, Projection)), None)
     if not whole or module is None:
@@ -115,7 +115,7 @@ def reference_gradients(
 ) -> tuple[dict[str, Tensor], Reference]:
     """Returns the output and the gradients of the reference by name, and the reference.
 
-    The reference computes in float64, with the values of the weights and of `x` in their own dtype.
+    The reference computes in float64, from weights and `x` that are rounded to their own dtype.
     """
     weights = by_projection(layer, {n: p.detach() for n, p in layer.named_parameters()})
     params = {n: p.double().clone().requires_grad_() for n, p in weights.items() if p is not None}

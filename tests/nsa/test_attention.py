@@ -216,7 +216,7 @@ def test_every_branch_reaches_as_far_as_it_should():
 
 
 def operators(config, batch, seq_len, route):
-    """Returns the number of operators in a forward and backward, with nested operators."""
+    """Returns the number of operators, except `fill_`, in a forward and backward."""
     layer, x, weight = layer_and_input(config, 0, batch, seq_len, torch.float32, route)
     (layer(x) * weight).sum().backward()
     with profile(use_kineto=False) as profiled:

@@ -2,8 +2,8 @@
 
 The small torchrun starts this program in place of `trainers.ddp`. `report.out_dir` is the folder in
 which each rank appends a line per step that all ranks have done, and rank 0 a line per complete
-checkpoint. Rank 0 saves a checkpoint when the lines of all ranks are written. At the end, each rank
-waits until the folder has no file `hold`.
+checkpoint. Before a save, rank 0 waits for the lines of all ranks. At the end, each rank waits
+until the folder has no file `hold`.
 """
 
 import os
@@ -39,7 +39,7 @@ def note(what: str, step: int) -> None:
 
 
 def resumed() -> int:
-    """Returns the step from which to resume, or 0; a later attempt prefers its own checkpoints."""
+    """Returns the step to resume from, or 0; a later attempt prefers checkpoints of its run."""
     named = chosen.checkpoint.resume
     if run.attempt > 1 and manifest.newest_first(run.run):
         named = str(run.run)

@@ -2,7 +2,7 @@
 
 `FAULT=<mechanism>-<phase>@<step>:<rank>` in the environment, or this value in `FOLDER/fault`, names
 the fault; the rank `all` means every rank. The file `FOLDER/reached.RANK` has the unix time of the
-start of the fault. Another process uses `FOLDER` too; it injects faults from outside.
+start of the fault. Another process may use `FOLDER` too, to inject a fault from outside.
 """
 
 import contextlib
@@ -180,7 +180,7 @@ def compute_a_while() -> None:
 
 
 def write_to_disk() -> None:
-    """Writes to a file system after another process has frozen it, at the latest after 20 s."""
+    """Writes to a file system when another process has frozen it, or after 20 s."""
     until = time.monotonic() + 20
     while not (options.folder / "frozen").exists() and time.monotonic() < until:
         torch.eye(64).matmul(torch.ones(64, 64))
@@ -299,7 +299,7 @@ class Net(torch.nn.Module):
 
 
 def report(step: int, loss: torch.Tensor) -> None:
-    """Gathers the losses and counts the samples of all ranks, and writes one line."""
+    """Calls two collectives, which the fault may change, and writes a line with their results."""
     losses, count = [torch.zeros(1) for _ in range(world)], torch.tensor([float(BATCH)])
     gather = [lambda: dist.all_gather(losses, loss.detach().reshape(1))]
     total = [lambda: dist.all_reduce(count)]

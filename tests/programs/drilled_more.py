@@ -238,7 +238,7 @@ def watch_memory() -> None:
 
 
 def log_often() -> None:
-    """Computes with many system calls."""
+    """Makes system calls for `WORK_S`."""
     until = time.monotonic() + WORK_S
     while time.monotonic() < until:
         os.stat("/")

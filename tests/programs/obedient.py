@@ -31,7 +31,7 @@ def hold_the_gil(seconds: str) -> None:
 
 
 def fail(text: str) -> None:
-    """Raises an error of a class with this name, with the rest of the text."""
+    """Raises an error; the first word is the name of its class, the others are its text."""
     name, _, words = text.partition(" ")
     raise type(name, (RuntimeError,), {})(words)
 

@@ -65,7 +65,7 @@ def verified() -> dict[int, str]:
 
 
 def judge(kind: str, said: Path | BaseException, before: dict[int, str]) -> list[str]:
-    """Returns the errors of a save: a lost checkpoint, a false result, or a wrong `latest`."""
+    """Returns the errors of a save, for example a lost checkpoint or a wrong `latest`."""
     now, step, wrong = verified(), STEPS[kind], []
     written = step in now and now[step] != before.get(step)
     if not isinstance(said, Path | CheckpointError):

@@ -1,7 +1,7 @@
 """The supervisor of the error sweep: at its end it retries unwritten documents for one second.
 
-No span of its history ends, because the time of such an end depends on the time of day. Only under
-`growing_supervisor.py`, spans end.
+Except under `growing_supervisor.py`, no span of its history ends, because the time of such an end
+depends on the time of day.
 """
 
 import sys

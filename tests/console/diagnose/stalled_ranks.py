@@ -35,8 +35,9 @@ IDLE = ProcessEvidence(
 def working(waits, others=(20.0,), ticks=190):
     """Returns two samples, 2 s apart, of a process that runs.
 
-    `waits` is the number of waits per second of the main thread. `others` has those of the other
-    Python threads; the first of these is the contract's watcher. `ticks` is the CPU time.
+    `waits` is the number of waits per second of the main thread. `others` has this number
+    for the other Python threads, the contract's watcher first. `ticks` is the CPU time between
+    the samples, in ticks.
     """
 
     def sample(mono):

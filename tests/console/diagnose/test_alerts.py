@@ -60,7 +60,7 @@ def test_many_xids_are_reported_a_few_times_with_their_number():
 
 
 def test_an_xid_that_ended_the_attempt_before_is_reported():
-    """The Xid came after the last update of the former attempt."""
+    """The Xid came before the first update of this attempt."""
     assert gpu_texts((with_xids(3, 79, second=-4),)) == [
         (0, "raise", f"Xid 79 on GPU 3 at {at(-4)}")
     ]
@@ -194,7 +194,7 @@ def test_an_action_needs_three_times_the_time_of_the_rule(since, acts_at):
 
 
 def test_the_share_of_fetch_is_that_of_all_records_since_the_last_poll():
-    """With many steps a second, the share in the newest record changes from poll to poll."""
+    """With many steps a second, the share in the newest record may differ between polls."""
     run, kinds = Watched(rule="loader_slow"), []
     for second in range(200):
         shares = (0.9, 0.9, 0.1) if second % 5 else (0.9, 0.1, 0.9)

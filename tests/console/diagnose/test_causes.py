@@ -248,7 +248,7 @@ def test_a_process_that_cannot_run_is_sure_where_all_others_wait_and_it_cannot_a
 
 @pytest.mark.parametrize("odd", ["barrier", "reduce"])
 def test_of_two_ranks_the_one_that_leaves_the_usual_calls_is_named_in_its_own_phase(odd):
-    """Rank 1 is in a later phase than rank 0, as after a skipped call."""
+    """At first, rank 1 is in a later phase than rank 0, as after a skipped call."""
     found = replace(
         evidence(), flights={0: called(0, "all_gather"), 1: called(1, odd)},
         stacks={0: stack(0, *GATHER), 1: stack(1, *PEERS)},
@@ -357,7 +357,7 @@ def test_ranks_that_all_wait_to_join_have_not_started_and_none_is_blamed():
 
 
 def test_of_several_ranks_that_have_not_joined_none_is_blamed_for_certain():
-    """For example, rank 3 expects five ranks, ranks 1 and 2 wait for it, and rank 0 has joined."""
+    """For example, ranks 1 and 2 wait for rank 3, which expects five ranks; rank 0 has joined."""
     processes = dict.fromkeys(range(4), IDLE)
     group = "gloo 0 default_pg"
     first = Collective(group, 1, "all_gather", "[1] int64", False)

@@ -1,6 +1,6 @@
 """The class of a stack: its own code, or the kind of object that the rank waits for.
 
-The recorded stacks are dumps of a DDP program of two ranks, `blocked.py`, of which one blocks. The
+The recorded stacks are dumps of `blocked.py`, a DDP program of two ranks, of which one blocks. The
 drills (`make drills`) classify stacks of the installed torch.
 """
 

@@ -38,7 +38,7 @@ Change = Callable[[dict[str, Any]], object]
 
 @dataclass
 class Told:
-    """The records, documents and GPUs of a run, as changes of those of a healthy run."""
+    """A run, as the differences of its records, documents and GPUs from those of a healthy run."""
 
     record: Change = lambda record: None
     settings: dict[str, Any] = field(default_factory=dict)

@@ -95,10 +95,10 @@ CASES = {
     "ecc": (gpus(ecc_uncorrected=4), None, gpus()),
     "clock": (fixed(newest_ts=5e9), None, fixed(newest_ts=1.0)),
 }  # fmt: skip
-"""For each rule that is no truth check, three functions that make readings, or None.
+"""For each rule that is no truth check, three functions that make readings; two may be None.
 
 The first readings raise the rule, the second neither raise nor clear it, and the third clear it.
-Without third readings, the rule stays raised until the attempt ends.
+Without the third function, the rule stays raised until the attempt ends.
 """
 
 

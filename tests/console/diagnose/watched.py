@@ -14,7 +14,7 @@ GPU = Gpu(0, "A100", "ok", mem_used_mib=100.0, mem_total_mib=1000.0, ecc_uncorre
 
 
 class Watched:
-    """Updates a watchdog; `rule` limits the changes that are returned to those of one rule."""
+    """Updates a watchdog and returns the changes; with `rule`, only those of this rule."""
 
     def __init__(self, watch: Watch | None = None, rule: str = "", action: str = "warn", **more):
         self.dog = Watchdog(watch or Watch(), {rule: action} if rule else {}, **more)

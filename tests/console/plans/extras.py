@@ -1,4 +1,4 @@
-"""Draws speed, memory, attention gate, checkpoints, logs, hook and GPUs of a random history."""
+"""Draws more figures of a random history, for example its speed, memory and GPUs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from console.sources.gate_files import GateFiles
 
 Record = dict[str, Any]
 GPUS = ("gpu_util_above_pct", "gpu_balance_below_pct")
-"""Gates whose value is only a bound of the true value."""
+"""Gates that do not always pass where the true value keeps the bound."""
 
 
 class Extras:
-    """Draws these figures of a random history, and stores the true values."""
+    """Draws figures of a random history, and stores their true values."""
 
     def __init__(self, rng: random.Random, kind: str, world: int):
         self.rng, self.kind, self.world = rng, kind, world
@@ -82,7 +82,7 @@ class Extras:
         return found
 
     def finish(self, stepped: int, has_hook: bool) -> None:
-        """Counts the hooks of an attempt in which `stepped` ranks may have stepped."""
+        """Counts the communication hooks; in this attempt, `stepped` ranks may have stepped."""
         self.unknown_hooks += 0 if has_hook else stepped
         self.unhooked += stepped if has_hook and self.hook == "none" else 0
         self.hooked += stepped

@@ -22,7 +22,7 @@ EVERY_BOUND: Record = {
     "no_log_errors": True, "scaling_above": 0.9, "comm_hook_active": True, "gpu_util_above_pct": 80,
     "gpu_balance_below_pct": 10,
 }  # fmt: skip
-"""A bound for every gate. Complete records of a healthy run pass all of them."""
+"""A bound for every gate. A healthy run with complete records and files passes all of them."""
 FIGURES = {
     "grad_norm": 1.0, "bytes_right": 1.0, "toks_per_s": 9.0, "gpu_mem_reserved": 1.0,
     "steps_dt_s": [1.0], "gate_entropy_mean": 0.9, "gate_collapse_frac": 0.0, "dt_fetch_s": 0.1,
@@ -47,7 +47,7 @@ class Written:
         return record
 
     def pulse(self, step: int, nonfinite_steps: int = -1) -> Pulse:
-        """Returns the last pulse of a rank that is killed in `step`."""
+        """Returns a pulse of the rank in `step`, after its newest record."""
         return Pulse(
             self.rank, 1, step, "forward", 0.0, 0.0, 0, step, "forward", len(self.records),
             nonfinite_steps,

@@ -1,4 +1,4 @@
-"""Gates over recorded heartbeats: value, span, bound, result, and missing records."""
+"""Gates over recorded heartbeats: value, window, bound and result."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ def delay(rng: random.Random, lines: list[bytes]) -> list[bytes]:
 
 
 def lie(rng: random.Random, lines: list[bytes]) -> list[bytes]:
-    """Gives one record an absurd number, attempt or step, which the other records contradict."""
+    """Puts an absurd number, attempt or step into one record."""
     place = rng.randrange(len(lines))
     record = jsonl.decode(lines[place]) or {}
     key, value = rng.choice((("attempt", 10**6), ("attempt", 2**60), ("n", 10**9), ("step", 2**62)))
@@ -250,7 +250,7 @@ HARMFUL = {
 
 
 def damage_samples(rng: random.Random, left: Remains) -> None:
-    """May drop, delay or falsify samples, and may change what the files of gates show."""
+    """May drop, delay or falsify samples, and may change the contents of the files of gates."""
     samples, files = list(left.samples), left.files
     for _ in range(rng.choice((0, 1, 1, 3))):
         if samples:
@@ -271,7 +271,7 @@ def damage_samples(rng: random.Random, left: Remains) -> None:
 
 
 def read(folder: Path, left: Remains, files: dict[int, bytes], rng: random.Random) -> Summary:
-    """Returns the sums of what is left; reads the files in small portions, in a random order."""
+    """Returns the sums of the remains; reads the files in small portions, in a random order."""
     summary = Summary(len(files), left.attempts, left.stalls)
     tails = {}
     for rank, data in files.items():
@@ -294,7 +294,7 @@ def read(folder: Path, left: Remains, files: dict[int, bytes], rng: random.Rando
 
 
 def bounds_around(rng: random.Random, values: dict[str, float | None]) -> dict[str, Any]:
-    """Returns for each gate True, or a number that is equal or close to the true value."""
+    """Returns for each gate True, or a number close to the true value (to 0 without a value)."""
     found: dict[str, Any] = {name: True for name, r in gates.RULES.items() if r.bound == "yes"}
     for name, value in values.items():
         step = 1 if gates.RULES[name].unit in ("steps", "stalls", "restarts", "MiB") else 1e-6

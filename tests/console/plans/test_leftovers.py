@@ -1,4 +1,4 @@
-"""Trainers without a supervisor are ended only if two sources show that their launch is dead."""
+"""A leftover is ended only if all sources agree that its supervisor is dead."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Launch:
         return child
 
     def found(self, child: subprocess.Popen[bytes]) -> tuple[list[leftovers.Leftover], str]:
-        """Returns the child as a list of leftovers (or []), and the sentence on it (or "")."""
+        """Returns the leftovers with the child's pid, and the sentence on the child (or "")."""
         mine, others = leftovers.find()
         said = [text for text in others if text.startswith(f"pid {child.pid} ")]
         return [each for each in mine if each.handle.pid == child.pid], "; ".join(said)

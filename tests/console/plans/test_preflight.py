@@ -119,7 +119,7 @@ def test_a_run_to_resume_that_has_no_readable_checkpoint_is_refused(tmp_path):
 
 
 def test_a_phase_may_resume_from_an_earlier_phase_of_its_launch(tmp_path):
-    """With --run-dir, its directory is known before the launch."""
+    """With --run-dir, the directory of each phase is known before the launch."""
     case = bare(tmp_path)
     settings = {"checkpoint.resume": {"value": str(case.directory / "0-zero")}}
     found = config_checks.resume(replace(case, settings=(settings,)))
@@ -211,7 +211,7 @@ def test_a_tokenizer_without_its_files_is_refused(tmp_path, monkeypatch):
 
 
 def earlier(folder, ahead_s, file_ahead_s):
-    """Writes a launch whose creation, and whose plan.json, are so far ahead of the clock."""
+    """Writes a launch; its creation and its plan.json are this many seconds ahead of the clock."""
     launch = folder / "artifacts" / "mine" / "20261120-031500"
     launch.mkdir(parents=True, exist_ok=True)
     now = time.time()
@@ -220,7 +220,7 @@ def earlier(folder, ahead_s, file_ahead_s):
 
 
 def test_a_clock_that_was_set_back_is_refused(tmp_path):
-    """One time in the future rejects nothing."""
+    """If only one of the two times is in the future, the launch is not rejected."""
     assert row("clock", tmp_path)[0] == "pass"
     for ahead_s, file_ahead_s in ((-1000, -1000), (7200, 0), (0, 7200)):
         earlier(tmp_path, ahead_s, file_ahead_s)

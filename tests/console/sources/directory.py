@@ -116,7 +116,7 @@ def completed(
 
 
 def end(path: Path, *results: str, why: str = "all phases are done") -> None:
-    """Changes a launch to one that has ended; `results` has the result of each phase."""
+    """Changes a launch to one that has ended, with these results of its phases (default: pass)."""
     runs = sorted(path.glob("[0-9]*-*"), key=lambda run: int(run.name.partition("-")[0]))
     phases = [
         {"name": run.name.partition("-")[2], "state": "completed", "result": result,
@@ -179,7 +179,7 @@ def append(path: Path, record: dict[str, Any]) -> None:
 
 
 def legacy(path: Path, gap_s: float, age_s: float, loss: str = "5.72") -> Path:
-    """Makes a legacy run with records of steps 0, 1, 20, 40 and 60; the last is `age_s` old."""
+    """Makes a legacy run with records of steps 0, 1, 20, 40 and 60; step 60 is `age_s` old."""
     path.mkdir()
     last, steps = time.time() - age_s, (1, 20, 40, 60)
     lines: dict[int, list[dict[str, Any]]] = {0: [], 1: []}

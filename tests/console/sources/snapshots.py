@@ -41,7 +41,7 @@ def told(state: RunState):
 
 
 def same_state(run: Path) -> None:
-    """Asserts that state, charts and gates from a snapshot equal those from all records."""
+    """Asserts that the snapshot, if any, gives the state, charts and gates of all records."""
     directory.change(run / rundir.SUPERVISOR, updated_ts=time.time())
     whole, recent, drawn = (RunSource(run, reads=each) for each in ("all", "recent", "charts"))
     expected = told(whole.poll())
@@ -69,10 +69,10 @@ def bands(series: Series, name: str) -> list[object]:
 
 
 class Disk:
-    """Stands for the thread that writes a supervisor's files, and for the owner of the snapshot.
+    """Replaces the thread that writes a supervisor's files, and the owner of the snapshot.
 
-    A job is executed immediately; jobs that wait while the disk `hangs` are executed with the first
-    job after that. No line is written while the disk `is_full`.
+    A job is executed at once, or, if the disk `hangs`, with the first job after that. No line is
+    written while the disk `is_full`.
     """
 
     def __init__(self) -> None:
@@ -118,7 +118,7 @@ class Disk:
 class Observer:
     """Reads the new records of a run and writes its snapshot, as a working process does.
 
-    It starts at `held` or at the existing snapshot, as a new working process does.
+    It starts at `held`, or else at the existing snapshot, if there is one.
     """
 
     def __init__(self, run: Path, held: dict[str, Any] | None = None):

@@ -1,7 +1,7 @@
 """The comparison of the flight records of ranks: which rank differs, in which call.
 
 The files in `flight/` have the documents that torch 2.13 with gloo wrote, by rank; fields that
-nothing reads are left out. Each file is from a program of three ranks, and has the name of a case.
+nothing reads are left out. Each file is from a program of three ranks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kernel's evidence about processes that wait: what a process waits for, in words."""
+"""The kernel's evidence about processes that wait: the object of the wait, in words."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def told(steps, step_s, boot_s=10.0):
 
 @given(st.floats(0.01, 600), st.integers(1, 50), st.integers(0, 12))
 def test_a_run_that_keeps_its_rhythm_is_never_late(step_s, every, records):
-    """Each of the first five steps has a record, and then every `every`-th step."""
+    """The first five steps have a record, then each `every`-th step, up to `records` records."""
     steps = [s for s in range(1, 5 * every + 6) if s <= 5 or s % every == 0][:records]
     head = told(steps, step_s)
     due = next(s for s in range(1, 10_000) if (s <= 5 or s % every == 0) and s not in steps)

@@ -1,4 +1,4 @@
-"""The use and the identity of processes, with real processes."""
+"""The use, the identity and the exit codes of processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.launches import HANG_GUARD_S, wait_for
 from trainers.contract import environ, rundir
 
 TOKEN = secrets.token_hex(8)
-"""Each process of pytest has its own token, because the whole machine is searched for it."""
+"""Each process of pytest has its own token, because tests search the whole machine for it."""
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_a_process_is_found_by_its_token_and_opened_only_with_it(busy):
 def test_nobody_waits_for_an_environment_behind_the_lock_of_a_process_in_state_d(
     tmp_path, monkeypatch
 ):
-    """In this test, a FIFO without a writer stands for the lock of the memory."""
+    """In this test, a FIFO without a writer replaces the locked environment."""
     monkeypatch.setattr(process, "UNREAD_AFTER_S", 0.1)
     pid = 2**22 - 5
     folder = tmp_path / str(pid)

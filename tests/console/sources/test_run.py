@@ -169,7 +169,7 @@ def test_without_a_living_supervisor_processes_decide_the_state(
 
 
 def gone(run, **last):
-    """Makes a run whose documents say that it runs, but whose processes do not exist."""
+    """Makes a run with exit records; its documents say that it runs, its processes do not exist."""
     dead = rundir.identity() | DEAD
     directory.run(run, workers=[{"rank": 0, **dead, "exit": None}], **dead)
     for rank in (0, 1):

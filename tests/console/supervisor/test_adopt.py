@@ -1,4 +1,4 @@
-"""Adoptions from another shell, and the alerts of the dead supervisor."""
+"""Adoptions: from another shell, of attempts that have not started, and with open alerts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OF_LAUNCH, OF_ADOPTER = {"HF_HOME": "/of/launch"}, {"HF_HOME": "/x", "TIKTOKEN_C
 
 @pytest.fixture
 def orphan(begin, tmp_path, monkeypatch):
-    """A launch without a supervisor; its plan has relative paths, and the test is another shell."""
+    """A launch without a supervisor, of a plan with relative paths; the test has another shell."""
     for name in OF_ADOPTER:
         monkeypatch.delenv(name, raising=False)
     work = tmp_path / "work"

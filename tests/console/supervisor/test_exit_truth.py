@@ -1,4 +1,4 @@
-"""The reason of an end, from real processes: the rank that failed first, and its error."""
+"""The reason of an end: the rank that failed first, and its error."""
 
 from __future__ import annotations
 

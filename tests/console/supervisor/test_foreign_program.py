@@ -149,7 +149,7 @@ def keys_of(value):
 
 
 def test_two_phases_with_a_flag_between_them_and_a_halt(begin, tmp_path):
-    """This test has one launch, because a second launch would take half a minute."""
+    """This test has one launch for all checks, because a launch is slow."""
     started = begin(
         phase("one", "foreign_ddp.py", 60, tmp_path / "go",
               gates={"steps_done": 50, "no_stall": True}),

@@ -1,4 +1,4 @@
-"""The run directory's file system stops answering, and training continues."""
+"""Runs whose directory is on a file system that stops answering."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that overwrote their environment, as setproctitle does, and so have no token."""
+"""Ranks without a token, as after setproctitle, and processes that only look like ranks."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_named_process_is_a_rank_only_if_processes_with_its_token_descend_from
 ):
     """The parent is a rank that overwrote its environment after it had started a child.
 
-    The stranger only has the log of the rank open.
+    The stranger has no token, but has the log of the rank open.
     """
     token = secrets.token_hex(8)
     pairs = {environ.RUN_DIR: str(run), environ.TOKEN: token, "RANK": "0", "LOCAL_RANK": "0"}

@@ -1,4 +1,4 @@
-"""The end of a plan: halts between phases, and answers to late requests."""
+"""The end of a plan: after requests, after failed starts and after failed reads and writes."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_halt_that_the_program_does_not_obey_ends_the_plan_and_leaves_nothing_
 
 @pytest.mark.parametrize("dies", ["the working process", "the supervisor"])
 def test_a_requested_end_is_known_as_requested_to_a_new_process(begin, tmp_path, dies):
-    """A requested end has the level info, so the hook does not run."""
+    """A requested end has the level info, for which the hook does not run by default."""
     started = begin(sleeper(tmp_path, "one"), sleeper(tmp_path, "two"))
     log = rundir.logs(started.path / "0-one", 1) / rundir.TORCHRUN_LOG
     started.wait(lambda: log.exists() and b"begun" in log.read_bytes())

@@ -26,7 +26,7 @@ from tests.launches import HANG_GUARD_S, PROGRAMS, STUB, phase, sleeping, wait_f
 from trainers.contract import rundir
 
 RECORDED = Path(__file__).parents[1] / "sources" / "py_spy.json"
-"""What `py-spy dump --nonblocking --json` 0.4.0 printed about a process with two threads."""
+"""The output of `py-spy dump --nonblocking --json` 0.4.0 on a process with two threads."""
 PID = 71
 PLACES = (str(Path(sys.executable).parent), os.environ["PATH"])
 INSTALLED = shutil.which("py-spy", path=":".join(PLACES)) or ""

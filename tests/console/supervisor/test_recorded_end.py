@@ -45,7 +45,7 @@ def test_an_end_that_the_document_lacks_is_read_where_it_was_recorded(
 
 
 def test_an_adoption_keeps_the_end_that_only_the_events_have(begin):
-    """The two documents are as a full disk left them: older than the end of the launch."""
+    """Both documents are older than the end of the launch, as after a full disk."""
     started = begin(phase("one", "member.py", 100_000, "leave"), shell=STUB)
     started.wait(lambda: len(started.pids()) == 2)
     documents = (started.run() / rundir.SUPERVISOR, started.path / rundir.PLAN_STATE)

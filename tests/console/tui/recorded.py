@@ -39,7 +39,7 @@ from trainers.contract.errors import RefusedError
 NOW = time.time()
 SIZES = [(80, 24), (120, 40)]
 HOPS = 6
-"""Largest number of queues that a key passes, with those of a widget that the key mounts."""
+"""Largest number of message queues that a key passes, with a widget that the key mounts."""
 HOSTILE = "\x1b[31m[red]boo[/red] [@click=app.bell]x[/] \x1b]52;c;aGk=\x07 ünï漢字"
 
 
@@ -177,7 +177,7 @@ def foreign() -> RunState:
 
 
 def measured(state: RunState, second: int) -> dict[str, float]:
-    """Returns the values in the charts of a state: of its GPUs, its processes and rank 0."""
+    """Returns the values in the charts of a state at this second."""
     values = {"loss": 3.0 - second / 200}
     for each in state.gpus:
         values |= {f"gpu_util_pct:{each.index}": 90.0 + each.index,

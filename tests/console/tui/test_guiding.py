@@ -1,4 +1,4 @@
-"""Help for a new operator: signs name keys that work, and old evidence is marked as old."""
+"""Help for a new operator: notices name keys that work, and old evidence is marked as old."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_a_halt_of_a_stalled_run_promises_nothing_and_names_the_key_that_stops_i
 
 
 def test_no_question_promises_a_checkpoint_of_a_program_that_may_save_none():
-    """Only the trainers of this project save at a halt; without `join`, ranks do not halt."""
+    """A foreign program may save nothing at a halt; without `join`, its ranks do not halt."""
     running, promised = recorded.running(), "only what the program saves itself"
     facts = {name: dict(KEYS[name].question(running).facts) for name in ("halt", "stop")}
     assert facts["halt"]["keeps"].startswith(f"{promised} (a trainer of this project saves")

@@ -1,4 +1,4 @@
-"""Late results of launches, requests and checks, and what the screen does until they arrive."""
+"""Late results of launches, requests and checks, and the screen until they arrive."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ async def test_a_launch_that_is_requested_during_the_check_is_asked_about_after_
 
 async def test_only_the_result_of_the_newest_check_is_used(tmp_path):
     class Refusing(Slow):
-        """Refuses a draft without flags, which is the first draft here."""
+        """Rejects a draft without flags, here the first draft."""
 
         def _prepare(self, options):
             prepared = super()._prepare(options)
@@ -155,7 +155,7 @@ WAITS = (
     "b.request = s.charts = lambda *given: time.sleep(600); "
     "from console.cli import main; sys.exit(main(sys.argv[1:]))"
 )
-"""Starts the console; a request gets no answer, and the settings file is never read."""
+"""Starts the console; requests, and reads of charts from the settings file, never return."""
 
 
 def test_leaving_says_which_answers_are_open_and_nothing_of_the_settings(tmp_path):

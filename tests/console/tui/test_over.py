@@ -92,7 +92,7 @@ async def test_r_resumes_a_launch_that_ended_early_and_asks_first():
 async def test_both_questions_name_the_checkpoint_from_which_a_resume_would_continue(
     tmp_path, checkpoint
 ):
-    """Without a checkpoint of its own, a resumed run would continue from the one it began with."""
+    """A run without a checkpoint may itself have resumed from a checkpoint of another run."""
     state = ended(checkpoint=checkpoint, resumed_step=0 if checkpoint else 138)
     facts = dict(KEYS["adopt"].question(state).facts)
     assert facts["begins"] == "1-plumbing from the checkpoint of step 138"

@@ -1,4 +1,4 @@
-"""A small screen shortens or counts what does not fit, and a zoom shows it in full."""
+"""A small screen shortens or counts text that does not fit; a zoom shows the whole text."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ async def test_each_state_says_what_it_is_and_which_key_helps(name):
 
 
 async def test_seven_phases_leave_room_for_the_flags_the_command_and_what_fails(tmp_path):
-    """At 80×24, the view shows six flags or more, and a sign marks the chosen flag."""
+    """At 80×24, the view shows six flags or more, and `›` marks the chosen flag."""
     held = recorded.phases()
     more = [dataclasses.replace(held[2], index=i, name=f"late{i}") for i in range(3, 7)]
     launch = planned(tmp_path, phases=(*held, *more))

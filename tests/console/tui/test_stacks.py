@@ -1,4 +1,4 @@
-"""The stacks of all ranks on the view of the diagnosis: one column for each group."""
+"""The stacks of all ranks on the Stall view: one column for each group."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_ranks_with_the_same_stack_have_one_column_and_the_odd_ones_come_first()
 
 
 def dump(folder, number, text, ts=NOW):
-    """Writes a dump of a rank; `text` is the dump, or without a line break the file of a frame."""
+    """Writes a dump of a rank; without a line break, `text` is the file of the only frame."""
     if "\n" not in text:
         text = f'Stack (most recent call first):\n  File "{text}", line 7 in work\n'
     (folder / f"stackdump_rank{number}_{int(ts * 1000)}.txt").write_text(text)
