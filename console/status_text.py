@@ -89,7 +89,7 @@ def spans(numbers: Iterable[int], dash: str = "-") -> list[str]:
 
 
 def rank_names(ranks: Iterable[int], one: str = "", many: str = "") -> str:
-    """Returns the names of ranks with a verb, for example "rank 3 waits" or "ranks 0-2, 4 wait".
+    """Returns the names of ranks, with a verb if it is given: "rank 3 waits", "ranks 0-2, 4 wait".
 
     If there are more than `MOST_SPANS` ranges, the number of all ranks replaces the later ranges.
     """

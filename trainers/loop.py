@@ -280,7 +280,7 @@ def save_final(t: Training, halted: bool) -> None:
 
 
 def position(t: Training) -> Manifest:
-    """Returns the position of the training, for a checkpoint."""
+    """Returns the manifest for a checkpoint of the present step, without its files."""
     figures = {"first_loss": t.report.first_loss, "skipped_steps": t.guard.skipped}
     return Manifest(
         t.report.steps_done, t.report.tokens_total, t.loader.state,

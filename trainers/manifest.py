@@ -27,7 +27,7 @@ _NAME = re.compile(rf"(?:step_(\d{{8,}})|\.step_(\d{{8,}}){re.escape(ASIDE)})\Z"
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The position of a training, and the files of its checkpoint."""
+    """The content of a manifest: the training after a step, and the files of its checkpoint."""
 
     step: int
     tokens_total: int

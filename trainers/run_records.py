@@ -124,7 +124,7 @@ class Report:
         return {key: entry["value"] for key, entry in self._resolved.as_dict().items()}
 
     def write_environment(self, facts: Mapping[str, Any], peak_flops: float | None) -> None:
-        """Writes env.json and log lines on the model; prepares CSV and TensorBoard (rank 0)."""
+        """On rank 0, writes env.json and log lines, and prepares CSV and TensorBoard."""
         self.peak_flops = peak_flops
         if self._member.rank:
             return
@@ -287,7 +287,7 @@ class Report:
 
 
 def write_document(member: Member, name: str, **figures: Any) -> None:
-    """Queues env.json or metrics.json (rank 0)."""
+    """On rank 0, queues env.json or metrics.json; on other ranks, does nothing."""
     if member.rank:
         return
     record = {

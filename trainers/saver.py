@@ -49,7 +49,7 @@ class Saver:
         self._worker = ThreadPoolExecutor(1, "nsa-saver", choose_gpu)
         self._pending: tuple[Future[Path], Path] | None = None
         self.remarks: list[str] = []
-        """Sentences on old checkpoints that remain after an error (rank 0)."""
+        """On rank 0: sentences on old checkpoints that remain after an error."""
 
     def save(self, position: Manifest) -> Path:
         """Writes a checkpoint and returns its directory. Raises CheckpointError on all ranks."""

@@ -100,8 +100,8 @@ class Stall:
     def is_together(self) -> bool:
         """True if all ranks wait for each other, and none is behind.
 
-        This is the case if every rank has a flight record and a stack that waits for peers, and the
-        flight records show a wait in a collective and no difference.
+        This is the case if every rank has a flight record and waits for its peers, and the flight
+        records show a wait in a collective and no difference.
         """
         found = self.difference
         return found.kind == "same" and found.number is not None and all(
@@ -112,7 +112,7 @@ class Stall:
     def calls_differ(self, numbers: Collection[int]) -> bool:
         """Returns whether these ranks wait for their peers in other calls than the other ranks.
 
-        Returns False if an available stack does not wait for peers.
+        Returns False if a rank with an available stack does not wait for its peers.
         """
         places = self.places()
         calls = {rank: (place.text, place.own) for rank, place in places.items()}
@@ -151,9 +151,9 @@ class Stall:
     def _find_difference(self) -> Difference:
         """Returns the result of comparing the flight records of the ranks, checked by the stacks.
 
-        Ranks with fewer recorded calls are not behind if the stack of each waits for peers, and
-        each still waits in its last recorded call. If instead all ranks wait for peers, and these
-        ranks wait in calls that flight records do not show, the result is a mismatch.
+        Ranks with fewer recorded calls are not behind if each waits for its peers, according to its
+        stack, and still waits in its last recorded call. If instead all ranks wait for peers, and
+        these ranks wait in calls that flight records do not show, the result is a mismatch.
         """
         found = self.evidence.difference(tuple(each.rank for each in self.ranks))
         late = {each.number: each.where for each in self.suspects
@@ -236,8 +236,8 @@ def _of_stacks(stall: Stall) -> Sign:
 
     The groups are: ranks whose native code holds the GIL; ranks that do not wait for peers, for a
     GPU or to join; ranks that may wait for a GPU that is not known to run a kernel; if every rank
-    has a stack, ranks that wait to join; if all stacks wait for peers, ranks that could not write
-    a stack.
+    has a stack, ranks that wait to join; if all ranks with a stack wait for their peers, ranks that
+    could not write a stack.
     """
     places = stall.places()
     native = [rank for rank, place in places.items() if place.kind == "native"]

@@ -230,7 +230,7 @@ class TruthHistory:
         return found if len(found) == len(needed) else []
 
     def on_gpus(self) -> bool:
-        """Returns whether a rank has recorded the memory of a GPU."""
+        """Returns whether the newest record of a rank has the memory of a GPU."""
         return any(each.gpu_mem_reserved is not None for each in self._newest.values())
 
     def _add_busy(self, gpus: Sequence[Gpu]) -> None:

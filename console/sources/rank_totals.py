@@ -96,7 +96,7 @@ class AttemptTotals:
     bad_losses: int = 0
     first_bad: int | None = None
     hook: int | None = None
-    """1 if the rank trained with a communication hook, 0 if not; None if not recorded."""
+    """1 if `loader_ready` names a communication hook, 0 if it says "none"; None if not recorded."""
     broken: bool = False
     """True if a step before the newest progress record has no record with a loss."""
     bare: bool = False

@@ -27,7 +27,10 @@ class Seen:
 
 
 def stored(run: Path, limit: int = MAX_PER_RUN, until_ts: float = math.inf) -> Iterator[Verdict]:
-    """Yields the valid verdicts in the newest `limit` files until `until_ts`, the newest first."""
+    """Yields the verdicts in the newest `limit` files until `until_ts`, the newest first.
+
+    A file that cannot be read is left out. A field that is invalid gets its default.
+    """
     names = rundir.names(run / rundir.VERDICTS, run) or []
     every = filter(None, map(_NAME.fullmatch, names))
     found = [match for match in every if int(match[1]) <= until_ts * 1000]
@@ -59,7 +62,7 @@ def seen_before(root: Path, run: Path, verdict: Verdict) -> Seen | None:
 
 
 def _is_another(other: Path, run: Path) -> bool:
-    """Returns whether `other` is a directory of its own, and not that of `run`."""
+    """Returns False if `other` is a link or the directory of `run`, and else True."""
     try:
         return not (other.is_symlink() or other.samefile(run))
     except OSError:  # one of the directories may no longer exist

@@ -203,7 +203,10 @@ class Monitor:
         )
 
     def _check_pulses(self, seen: Sequence[RankEvidence]) -> None:
-        """Raises an alert if a pulse cannot be trusted for `DOUBTFUL_POLLS` polls, or clears it."""
+        """Raises an alert after `DOUBTFUL_POLLS` polls in a row with a doubtful pulse.
+
+        A poll without a doubtful pulse clears the alert.
+        """
         doubtful = [each for each in seen if each.doubt]
         self._doubtful_polls = self._doubtful_polls + 1 if doubtful else 0
         if self._doubtful_polls >= DOUBTFUL_POLLS:

@@ -198,7 +198,7 @@ class Owner:
     def _kill_silent_child(self) -> None:
         """Kills a child that is silent too long; in state D, it ends only after its system call.
 
-        Silence is ignored after a time in which the owner itself was stopped.
+        After a time in which the owner itself was stopped, the silence is counted anew.
         """
         before, self._checked_at = self._checked_at, time.monotonic()
         if self._checked_at - before > 2 * POLL_S:

@@ -102,7 +102,7 @@ class Tree:
         self._kill_at = self._ranks_kill_at = math.inf
         """The end of the grace time of all processes (0 after KILL), and that of the ranks."""
         self._first_killed = math.inf
-        """The time of the first KILL to all processes; before it, of the first KILL to ranks."""
+        """The time of the first KILL to all processes or, if there was none, to the ranks only."""
         self._scanned = self._killed = self._agent_over_at = 0.0
         self._left: list[int] = []
         self._over_at: dict[int, float] = {}
@@ -338,7 +338,7 @@ class Tree:
             self._forget(handle)
 
     def _add_rank(self, pid: int) -> bool:
-        """Adds a process as the rank that its environment names, unless that rank is known."""
+        """Adds a process of the run as the rank in its environment; returns whether it did."""
         variables = process.environment(pid)
         rank, local = variables.get("RANK", ""), variables.get("LOCAL_RANK", "")
         if not rank.isdecimal() or not local.isdecimal() or int(rank) in self.workers:

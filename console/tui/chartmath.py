@@ -81,7 +81,10 @@ def merge(several: Sequence[Sequence[Bin]]) -> Sequence[Bin]:
 
 
 class Curves:
-    """Computes the curves of one chart, or only their last columns if points were only added."""
+    """Computes the curves of one chart.
+
+    For the same view, if each series `_continues`, only the last columns are computed again.
+    """
 
     def __init__(self) -> None:
         self._view: object = None
@@ -111,7 +114,7 @@ class Curves:
 
 
 def _continues(points: Sequence[Point], before: tuple[int, Point, Point]) -> bool:
-    """Returns whether points were only added at the end."""
+    """Returns whether the oldest point, and the point that was the newest, are where they were."""
     count, oldest, newest = before
     return len(points) >= count and points[0] == oldest and points[count - 1] == newest
 

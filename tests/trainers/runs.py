@@ -39,7 +39,7 @@ def environment(tmp_path: Path, **flags: str) -> dict[str, str]:
 def python(
     tmp_path: Path, *words: object, cwd: Path = ROOT, **flags: str
 ) -> subprocess.CompletedProcess[str]:
-    """Returns the result of Python with these arguments, in `environment`."""
+    """Runs Python with these arguments and the variables of `environment`; returns the result."""
     return subprocess.run(
         [sys.executable, *map(str, words)], capture_output=True, text=True, cwd=cwd,
         env=environment(tmp_path, **flags), timeout=300,

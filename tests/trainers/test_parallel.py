@@ -167,7 +167,7 @@ def parquet(folder: Path, longest: int = 400) -> dict[str, Any]:
     ids="-".join,
 )
 def killed(request, tmp_path_factory):
-    """Returns a whole run of two ranks, and a run that was killed after its first checkpoint."""
+    """Returns four values: folder, settings, a whole run, and a run killed after a checkpoint."""
     strategy, source = request.param
     folder = tmp_path_factory.mktemp(strategy)
     changes = RESUMED | {"train.strategy": strategy}

@@ -1,4 +1,4 @@
-"""The state from the ends of a run's files equals the state from all records."""
+"""The state that a reader finds in the ends of a run's files, and a `Tail` that starts late."""
 
 from __future__ import annotations
 
