@@ -67,6 +67,13 @@ class Prepared:
         flags = {name: flag["value"] for name, flag in phase["flags"].items()}
         return shell_line(phase["argv"], flags)
 
+    def start(self) -> str:
+        """Returns where the first phase starts; a resume may start it from a checkpoint."""
+        name = self.phases[0]["phase"]
+        resumes = next((each.text for each in self.checks if each.name == "resume"), "")
+        is_resumed = resumes.startswith(f"{name} resumes from")
+        return resumes if is_resumed else f"{name} starts at its first step"
+
     def as_dict(self) -> dict[str, Any]:
         shown = ("argv", "flags", "environment", "settings")
         return {

@@ -286,6 +286,13 @@ class LaunchState:
         """The phases after the current phase."""
         return self.phases[self.phase + 1 :]
 
+    @property
+    def has_passed(self) -> bool:
+        """True if the current phase has passed its gates, and another phase follows."""
+        current = self.phases[self.phase : self.phase + 1]
+        passed = [each for each in current if (each.state, each.result) == ("completed", "pass")]
+        return bool(passed and self.rest)
+
 
 ALL_SOURCES = "all"
 """The source of a log line that concerns all sources, not only one."""
@@ -363,13 +370,14 @@ class RunState:
 
     @property
     def can_resume(self) -> bool:
-        """True if the launch ended in a phase that ended early, and a resume has a checkpoint.
+        """True if the launch has ended, and a resume has a checkpoint or starts the next phase.
 
         A foreign program has no `decided` settings; its checkpoints are not used.
         """
-        has_ended = self.launch is not None and self.launch.state == "ended"
-        is_early = has_ended and self.state in ENDED_EARLY
-        return is_early and bool(self.saved_step and self.decided)
+        if self.launch is None or self.launch.state != "ended":
+            return False
+        has_checkpoint = bool(self.saved_step and self.decided)
+        return (has_checkpoint and self.state in ENDED_EARLY) or self.launch.has_passed
 
 
 def loss_unit(settings: object) -> str:

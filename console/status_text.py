@@ -252,10 +252,12 @@ def status_lines(state: RunState, whole: bool = False, all_figures: bool = True)
         yield f"  {skipped(state)} and {'is' if state.skipped_records == 1 else 'are'} skipped"
     yield from (f"  {rank_line(rank)}" for rank in state.ranks)
     yield from _figure_lines(state, all_figures)
-    for alert in state.alerts:
+    for alert in (each for each in state.alerts if each.text != state.why):
         yield f"  {alert.level.upper()} {'acknowledged: ' * alert.acknowledged}{alert.text}"
     if state.verdict:
-        yield f"  verdict ({state.verdict.sure}): {state.verdict.sentence}"
+        is_told = state.verdict.sentence == state.why
+        said = "see above" if is_told else state.verdict.sentence
+        yield f"  verdict ({state.verdict.sure}): {said}"
         yield from (f"    {mark} {line}" for mark, line in state.verdict.signs())
         if state.verdict.action:
             yield f"    next: {state.verdict.action}"

@@ -80,8 +80,7 @@ def _begin(chosen: LaunchOptions, options: argparse.Namespace) -> int:
             print_error(f"warning: {check.name}: {check.text}")
     path = actions.begin(prepared, actions.who())
     name = launches.launch_id(path)
-    start = [f"{name}: {each.text}" for each in prepared.checks if each.name == "resume"]
-    start = start if chosen.resume else []
+    start = [f"{name}: {prepared.start()}"] if chosen.resume else []
     if options.wait:
         if not options.json:
             print_line(f"launched {name} in {path}; ctrl+c leaves, the run continues")

@@ -78,10 +78,15 @@ def status(options: argparse.Namespace) -> int:
 
 
 def resume_lines(state: RunState) -> list[str]:
-    """Returns the command that resumes a launch, or [] if `RunState.can_resume` is False."""
-    if state.launch is None or not state.can_resume:
+    """Returns the commands that resume an ended launch, or that accept its gates, if any."""
+    launch, own = state.launch, state.own_phase
+    if launch is None or own is None:
         return []
-    return [f"to resume, run: {command('resume', state.launch.path)}"]
+    if state.can_resume:
+        return [f"to resume, run: {command('resume', launch.path)}"]
+    gates = [each.name for each in state.gates if each.blocks and launch.state == "ended"]
+    words = ("override", launch.path, "--phase", own.name, "--reason", "TEXT", "--gate")
+    return [f"to accept this result, run: {command(*words, name)}" for name in gates]
 
 
 def follow(run: RunSource, as_json: bool, until_waiting: bool = False) -> int:

@@ -206,7 +206,9 @@ def _latest(known: Sequence[KnownLaunch], root: Path, act: bool) -> Path:
     another launch may be newer.
     """
     if not known:
-        raise NotFoundError(f"no launch under {root}; start one with {program()} launch PLAN")
+        raise NotFoundError(
+            f"no launch under {root.absolute()}; start one with {program()} launch PLAN"
+        )
     newest = known[0]
     claims = [(each, sign) for each in known[1:] if (sign := each.claim_against(newest))]
     if act and claims:

@@ -170,11 +170,16 @@ def levels(
 
 
 def bridge(held: list[tuple[int, int] | None]) -> list[tuple[int, int] | None]:
-    """Fills short gaps between points by a straight line, so that rare samples form a curve."""
+    """Fills short gaps between points by a straight line, so that rare samples form a curve.
+
+    A gap that is much longer than the usual distance of the points, for example a stall, stays.
+    """
     filled = list(held)
     known = [(index, dots) for index, dots in enumerate(held) if dots is not None]
+    apart = sorted(last - first for (first, _), (last, _) in pairwise(known))
+    longest = min(16, 4 * apart[len(apart) // 2]) if apart else 0
     for (first, before), (last, after) in pairwise(known):
-        if 1 < last - first <= 16:
+        if 1 < last - first <= longest:
             a, b = sum(before) / 2, sum(after) / 2
             for i in range(first + 1, last):
                 at = round(a + (b - a) * (i - first) / (last - first))

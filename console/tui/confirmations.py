@@ -97,8 +97,11 @@ def _end(launch: LaunchState) -> Question:
 def _resume(state: RunState, launch: LaunchState) -> Question:
     """Returns the confirmation to launch the rest of a launch that has ended."""
     action, phase = ACTIONS["resume"], state.own_phase or launch.phases[launch.phase]
-    rest = ", ".join(each.name for each in launch.phases[phase.index + 1 :]) or "none"
+    later = launch.phases[phase.index + 1 :]
     begins = f"{phase.numbered} from the checkpoint of step {state.saved_step:,}"
+    if launch.has_passed:
+        begins, later = f"{launch.rest[0].numbered}, because {phase.name} passed", launch.rest[1:]
+    rest = ", ".join(each.name for each in later) or "none"
     facts = (("launch", launch.id), ("begins", begins), ("then", f"next phases: {rest}"),
              action.cost)  # fmt: skip
     return Question("Resume this launch, in a new launch?", facts, launch.path, (_choice(action),))
@@ -156,7 +159,7 @@ def _of_adopt(state: RunState) -> dict[str, str]:
     if launch is None:
         raise CannotAsk(f"{state.id} belongs to no launch, so no supervisor can adopt it")
     if launch.state == "ended" and state.state not in LIVE_STATES:
-        why = "R resumes only a phase that ended early and has a checkpoint"
+        why = "R needs a checkpoint, or a phase that passed with another phase left"
         raise CannotAsk(f"{state.id} has ended ({state.state}); {why}; L launches a plan")
     if "unsupervised" not in (launch.state, state.state):
         raise CannotAsk(f"{state.id} is {state.state}; adopt needs a run without a supervisor")

@@ -119,8 +119,10 @@ class Draft:
         where = f"{self.prepared.directory.parent}/<UTC time>"
         begins: tuple[tuple[str, str], ...] = ()
         if shown is not None and shown.can_resume:
-            unused = f"without the checkpoint of step {shown.saved_step:,} of {shown.id}"
-            begins = (("begins", f"{plan.phases[0].name} at step 1, {unused}; R resumes from it"),)
+            unused = f"without the checkpoint of step {shown.saved_step:,} of {shown.id}; R resumes"
+            if shown.launch and shown.launch.has_passed:
+                unused = f"not with {shown.launch.rest[0].name}; R starts it"
+            begins = (("begins", f"{plan.phases[0].name} at step 1, {unused}"),)
         flags = [
             f"{name}={plan.phases[0].flags[name]}{' of the shell' * (origin == 'shell')}"
             for name, origin in self.prepared.spec.flag_origins.items()

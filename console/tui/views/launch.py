@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from textual.app import ComposeResult
@@ -89,8 +90,13 @@ class Launch(Scrolls, View):
             state, launch = shown
             note = BETWEEN.get(launch.between, "") if live else "the launch has ended"
             at = state.own_phase.index if state.own_phase else 0
-            return phase_rows(launch.phases, at, note, width, height,
-                              snapshot.now, state.step, state.gates)  # fmt: skip
+            phases = [
+                replace(each, steps_planned=each.steps_planned or state.steps_planned)
+                if each is state.own_phase else each for each in launch.phases
+            ]  # fmt: skip
+            return phase_rows(
+                phases, at, note, width, height, snapshot.now, state.step, state.gates
+            )  # fmt: skip
         plan = self.draft.plan
         if plan is None:
             return [rule("phases", width), ((self.draft.trouble or "reading the plan …", "dim"),)]

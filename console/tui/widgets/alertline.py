@@ -123,7 +123,7 @@ def _of_launch(state: RunState, launch: LaunchState | None) -> list[Notice]:
     why = f"{last.name} {last.state}"
     if last.state == "completed":
         why = missed or launch.why or why
-    hint = "2 shows gates" if missed else ""
+    hint = "2 shows gates" if missed else "R resume" if state.can_resume else ""
     return [Notice("warn" if missed else "info", f"plan ended: {why}; not started: {rest}", hint)]
 
 

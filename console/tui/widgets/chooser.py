@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from console.status_text import gates_text
+from console.model import EXIT_CODES
+from console.status_text import gates_text, launch_exit_code
 from console.tui import format as fmt
 from console.tui.background import run_in_background
 from console.tui.charts import CATALOG
@@ -57,6 +58,8 @@ def _of_launch(path: Path, name: str) -> Entry:
         return Entry("launch", name, launch.state, path)
     last, at = launch.phases[launch.phase], jsonl.number(held, "updated_ts")
     word = last.state if last.result in ("", "pass") else gates_text(last) or last.state
+    if last.state == "completed" and launch_exit_code(launch) == EXIT_CODES["halted"]:
+        word = "halted"
     place = f" in {last.numbered}" if launch.rest or word != "completed" else ""
     age = f", {fmt.age(time.time() - at)} ago" if at else ""
     return Entry("launch", name, f"{word}{place}{age}", path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from console.model import LIVE_STATES, RunState
+from console.status_text import outcome
 from console.tui import format as fmt
 from console.tui.feed import ScreenData
 from console.tui.rows import BLANK, Part, Row, cell_len, cut, fit, width_of
@@ -59,7 +60,9 @@ def _state(state: RunState, now: float) -> tuple[str, str]:
     launch, own = state.launch, state.own_phase
     if launch and launch.state == "waiting" and (own is None or own.index == launch.phase):
         return STATE_STYLE["waiting"], "WAITING"
-    word = state.state.upper()
+    if (word := outcome(state)[0]) != state.state:
+        return "warn", word.upper()
+    word = word.upper()
     since = now - state.since_ts if state.since_ts else None
     if state.state == "stalled":
         since = _still_s(state) or since
