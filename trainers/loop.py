@@ -25,8 +25,6 @@ from trainers.schema import Settings
 from trainers.step_reduction import FIGURES, Row
 
 DONE, RIGHT_REACHED = "done", "bytes_right reached"
-SAVE_AFTER_ERROR_S = 25.0
-"""Longest wait for a background save after an error; torchrun may kill a rank after 30 s."""
 
 
 def train(settings: Settings, member: Member, report: Report) -> str:
@@ -58,7 +56,7 @@ def train(settings: Settings, member: Member, report: Report) -> str:
         dump_out_of_memory(member)
         raise
     finally:
-        report_save(training, report.steps_done, *training.saver.collect(SAVE_AFTER_ERROR_S))
+        finish_save(training)
         training.profiler.close()
         training.inventory.close()
         training.loader.close()
@@ -277,6 +275,13 @@ def save_final(t: Training, halted: bool) -> None:
             report_save(t, step, saved)
         if target and t.parallel.rank == 0:
             export(saved, Path(target))
+
+
+def finish_save(t: Training) -> None:
+    """Waits for a background save that still runs, for a limited time."""
+    if t.saver.busy:
+        t.member.pulse.set(t.report.steps_done, "save")
+    report_save(t, t.report.steps_done, *t.saver.finish())
 
 
 def position(t: Training) -> Manifest:

@@ -26,6 +26,9 @@ from trainers.failures import CheckpointError
 from trainers.manifest import Manifest
 from trainers.schema import CheckpointSettings
 
+FINISH_S = 25.0
+"""Longest wait for a background save after an error; torchrun may kill a rank after 30 s."""
+
 
 class Saver:
     """Writes the checkpoints of a run, one at a time; all ranks must start the same saves.
@@ -68,6 +71,11 @@ class Saver:
         written = self._worker.submit(self._write, copy, writer, position, target)
         self._pending = written, target
 
+    @property
+    def busy(self) -> bool:
+        """True from the start of a background save until its result is collected."""
+        return self._pending is not None
+
     def collect(self, wait_s: float | None = 0) -> list[Path | CheckpointError]:
         """Returns the result of a background save that has ended, or []; each result only once.
 
@@ -78,6 +86,19 @@ class Saver:
         (written, target), self._pending = self._pending, None
         error = written.exception()
         return [target if error is None else _failed(target, reason_of(error))]
+
+    def finish(self) -> list[Path | CheckpointError]:
+        """Returns the result of a background save that still runs; raises nothing.
+
+        If the save is not finished within `FINISH_S`, the result is an error. The next save of the
+        run removes the files of such a save.
+        """
+        ended = self.collect(FINISH_S)
+        if self._pending is None:
+            return ended
+        (_, target), self._pending = self._pending, None
+        late = f"it was not finished within {FINISH_S:g} s after the training failed"
+        return [_failed(target, late)]
 
     def _begin(self, position: Manifest) -> tuple[Path, State, FileSystemWriter]:
         """Removes the files of a killed save. Returns the target, the state, and a writer."""
