@@ -70,9 +70,8 @@ class Prepared:
     def start(self) -> str:
         """Returns where the first phase starts; a resume may start it from a checkpoint."""
         name = self.phases[0]["phase"]
-        resumes = next((each.text for each in self.checks if each.name == "resume"), "")
-        is_resumed = resumes.startswith(f"{name} resumes from")
-        return resumes if is_resumed else f"{name} starts at its first step"
+        text = next(each.text for each in self.checks if each.name == "resume")
+        return text if text.startswith(f"{name} ") else f"{name} starts at its first step"
 
     def as_dict(self) -> dict[str, Any]:
         shown = ("argv", "flags", "environment", "settings")

@@ -277,7 +277,7 @@ def _phases(raw: Any, shared: Mapping[str, Any], where: str) -> Iterator[Phase]:
     raw, keys = _mapping(raw, where), get_type_hints(Sweep)
     base = _phase({k: v for k, v in raw.items() if k not in keys}, shared, where)
     given = {k: v for k, v in raw.items() if k in keys and v is not None}  # null removes a key
-    if not given:
+    if raw.get("variants", "") is None or not given:
         yield base
         return
     sweep = section(Sweep, given, where)
@@ -384,7 +384,8 @@ def _check_keys(raw: Mapping[str, Any], known: list[str], where: str) -> None:
 
 def _mapping(raw: Any, where: str) -> dict[str, Any]:
     if not isinstance(raw, dict):
-        raise UsageError(f"{where} must be key: value lines, not a {type(raw).__name__}")
+        given = "empty" if raw is None else f"a {type(raw).__name__}"
+        raise UsageError(f"{where} must be key: value lines, not {given}")
     if any(isinstance(key, bool) for key in raw):
         raise UsageError(f"{where}: YAML reads on, off, yes and no as booleans; quote such names")
     return {str(key): value for key, value in raw.items()}

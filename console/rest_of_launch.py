@@ -105,11 +105,15 @@ def continued_words(path: Path, root: Path) -> str:
 
 
 def check_not_continued(options: LaunchOptions) -> None:
-    """Raises RefusedError for a resume of a launch that another launch already continues.
+    """Raises RefusedError for a resume of a launch that was moved, or is already continued.
 
-    With `again`, such a resume is accepted.
+    With `again`, the resume of a launch that another launch continues is accepted.
     """
-    if options.resume is None or options.again:
+    if options.resume is None:
+        return
+    if not options.resume.is_dir():
+        raise RefusedError(f"{options.resume} was moved or removed, so nothing was launched")
+    if options.again:
         return
     if text := continued_words(options.resume, options.root):
         raise RefusedError(f"{text}, so nothing was launched")

@@ -204,8 +204,11 @@ def open_source(settings: Settings, run: Path, held_out: bool = False) -> Source
     def work() -> None:
         try:
             opened.set_result(_source(settings, run, held_out))
-        except BaseException as error:  # a panic in a Rust library is no Exception
+        except Exception as error:
             opened.set_exception(error)
+        except BaseException as error:  # a panic in a Rust library
+            text = f"{data.source} cannot be opened: {type(error).__name__}: {error}"
+            opened.set_exception(DataError(text))
 
     threading.Thread(target=work, name="nsa-open", daemon=True).start()
     if not wait([opened], data.timeout_s).done:
@@ -223,7 +226,7 @@ def open_on_all_ranks(
     """
     try:
         source = open_source(settings, run, held_out)
-    except BaseException:  # also a panic in a Rust library: the other ranks wait for this rank
+    except Exception:  # any error: the other ranks wait for this rank
         parallel.gather(FAILED)
         raise
     prints = parallel.gather(source.fingerprint)

@@ -7,6 +7,7 @@ the final name is complete, and it can be verified without executing anything in
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -85,7 +86,12 @@ def complete(temporary: Path, target: Path, manifest: Manifest) -> None:
     if target.exists():
         # The former checkpoint of this step is removed only after the new one is complete.
         target.rename(replaced)
-    temporary.rename(target)  # if this fails, `newest_first` finds `replaced`
+    try:
+        temporary.rename(target)
+    except OSError:
+        with contextlib.suppress(OSError):  # `newest_first` also finds `replaced`
+            replaced.rename(target)
+        raise
     try:
         _sync(target.parent)
         rundir.write_atomic(target.parent / rundir.LATEST, f"{target.name}\n")
@@ -122,16 +128,20 @@ def retain(run: Path, step: int, keep_last: int, keep_every: int) -> list[str]:
 
     Keeps the newest `keep_last` checkpoints and those of every `keep_every`-th step. Checkpoints of
     steps after `step`, from before a resume at an earlier step, are kept and not counted. Returns
-    [], or one sentence if the checkpoints cannot be listed or one of them cannot be removed.
+    a sentence for each checkpoint that cannot be removed, or one if they cannot be listed.
     """
+    failed: list[str] = []
     try:
         old = [path for path in newest_first(run) if (step_of(path) or 0) <= step][keep_last:]
-        for path in old:
-            if not keep_every or (step_of(path) or 0) % keep_every:
+    except CheckpointError as error:
+        return [f"{error}; old checkpoints remain"]
+    for path in old:
+        if not keep_every or (step_of(path) or 0) % keep_every:
+            try:
                 shutil.rmtree(path)
-    except (CheckpointError, OSError) as error:
-        return [f"old checkpoints in {run / rundir.CHECKPOINTS} remain: {error}"]
-    return []
+            except OSError as error:
+                failed.append(f"cannot remove the old checkpoint {path}: {error.strerror}")
+    return failed
 
 
 def verify(path: Path) -> Manifest:

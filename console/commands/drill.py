@@ -125,8 +125,9 @@ def drill(options: argparse.Namespace) -> int:
     path = actions.begin(prepared, f"{BY} {actions.who()}")
     try:
         with contextlib.suppress(KeyboardInterrupt):
-            _on_signals(signal.default_int_handler)
+            _on_signals(_interrupt)
             _practise(path, fault, options)
+        _on_signals(_ignore)
         score = read_score(path, fault)
     finally:
         _on_signals(_ignore)
@@ -138,6 +139,12 @@ def drill(options: argparse.Namespace) -> int:
     }  # fmt: skip
     show(options.json, record, map(clean, score.lines()))
     return int(not score.passed)
+
+
+def _interrupt(*_: object) -> None:
+    """Ends the drill. Later signals are ignored, so that the drill can end its run."""
+    _on_signals(_ignore)
+    raise KeyboardInterrupt
 
 
 def _ignore(*_: object) -> None:

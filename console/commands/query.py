@@ -121,7 +121,7 @@ def check(options: argparse.Namespace) -> int:
     try:
         return _check_run(options)
     except NotFoundError as error:
-        raise NotFoundError(f"{error}, and {command('plans')} the plans") from None
+        raise NotFoundError(f"{error}; {command('plans')} lists the plans") from None
 
 
 def _check_plan(options: argparse.Namespace) -> int:

@@ -129,7 +129,10 @@ def disk(case: Case) -> Found:
     """Compares the free space with the space for checkpoints (`_kept_bytes`) and records."""
     checkpoints = sum(_kept_bytes(case, i) for i, held in enumerate(case.settings) if held)
     needed, folder = checkpoints + RECORDS_BYTES, nearest_folder(case.directory)
-    total, _, free = shutil.disk_usage(folder)
+    try:
+        total, _, free = shutil.disk_usage(folder)
+    except OSError:
+        total = free = 0
     if not total:
         text = f"the file system of {folder} does not report its space"
         return "unknown", f"{text}; the launch needs {size(needed)}"
@@ -188,7 +191,7 @@ def resume(case: Case) -> Found:
             )
         except manifest.CheckpointError as error:
             return "fail", f"{phase.name} cannot resume: {error}; correct {RESUME}"
-        found.append(f"{phase.name} resumes from {path}")
+        found.append(f"{phase.name} resumes from {path} if it is intact")
     return "pass", ", ".join(found) or "no phase resumes from another run"
 
 

@@ -155,7 +155,7 @@ def leftovers(case: Case) -> Found:
     result: Result = "fail" if on_gpu else "unknown" if case.plan.gpus else "pass"
     return result, (
         f"trainers without a supervisor {what}: pid {pids}; check PLAN --end-leftovers lists "
-        "them, and ends those of a dead supervisor"
+        "them; with --yes, it ends those of a dead supervisor"
     )
 
 

@@ -103,7 +103,7 @@ def test_any_words_get_one_sentence_and_a_documented_exit_code(name, over, capsy
         ("launch cpu_smoke --nproc 0", 2, "nproc"),
         ("launch cpu_smoke --run-dir /usr", 4, "not empty"),
         ("status nope", 3, "no run 'nope'"),
-        ("check cpu_smok", 3, "plans the plans"),
+        ("check cpu_smok", 3, "plans lists the plans"),
         ("status /usr", 3, "--root /usr runs lists the runs in it"),
         ("do {run} fly", 2, "no action 'fly'"),
         ("stop {run} --kill", 2, "--yes"),

@@ -87,7 +87,7 @@ def _rank(rank: int, run: Path, work: Work, variables: dict[str, str], answer: A
         parallel = make_strategy(resolved, member)
         assert isinstance(parallel, Group)
         result = work(rank, parallel, member)
-    except BaseException as error:
+    except Exception as error:
         code, sentence = failures.classify(error)
         if code == failures.BUG:
             traceback.print_exc()

@@ -224,7 +224,7 @@ def test_check_prints_every_setting_with_its_origin_and_loads_no_torch(tmp_path)
 @pytest.mark.parametrize(
     ("words", "variables", "says"),
     [
-        (["--config", "/no/such.yaml"], {}, "there is no file"),
+        (["--config", "/no/such.yaml"], {}, "there is no regular file"),
         (["--confg", "x"], {}, "--help shows the options"),
         (["--set", "train.lr"], {}, "has no value"),
         (["--set", "ddp.static_graph=1", "--set", "train.accumulate=2"], {}, "is rejected"),

@@ -75,6 +75,8 @@ def gpt2_problem() -> str:
     """Returns why tiktoken cannot use its cached files of the gpt2 tokenizer, or "" if it can."""
     cache = environ.get("DATA_GYM_CACHE_DIR", f"{tempfile.gettempdir()}/data-gym-cache")
     cache = environ.get("TIKTOKEN_CACHE_DIR", cache)
+    if not cache:
+        return "TIKTOKEN_CACHE_DIR or DATA_GYM_CACHE_DIR is empty, so tiktoken has no cache"
     found = {}
     with contextlib.suppress(OSError):
         for url in GPT2_FILES:

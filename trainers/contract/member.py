@@ -128,6 +128,8 @@ class Member:
 
         A dropped record also uses up its number, so the gap in the numbers is visible.
         """
+        figures.pop("cut", None)  # a program can set neither this field nor the next
+        figures.pop("nonfinite_loss_steps", None)
         if msg in COUNTING and self.pulse.nonfinite_steps >= 0:
             figures["nonfinite_loss_steps"] = self.pulse.nonfinite_steps
         figures |= self._fields

@@ -20,7 +20,7 @@ def load(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     if data is None:
-        raise UsageError(f"there is no file {path}; give the path of a YAML file")
+        raise UsageError(f"there is no regular file {path}; give the path of a YAML file")
     if len(data) > MAX_BYTES:
         raise UsageError(f"{path} has {len(data)} bytes; the limit is {MAX_BYTES}")
     return parse(data, str(path))

@@ -23,7 +23,7 @@ from trainers.contract import flags as registry
 WIDE = 110
 LEAST_FLAGS, LEAST_HEIGHT = 7, 18
 """Number of rows that other panels leave, if possible, to the list of flags and its heading; least
-height of a view that shows facts about the training, if it does not show gates."""
+height of a view that shows facts about the training."""
 
 
 def live_launch(snapshot: ScreenData | None) -> tuple[RunState, LaunchState] | None:
@@ -230,8 +230,8 @@ class Launch(Scrolls, View):
         both = 2 if state and state.gates and not live_launch(snapshot) else 1
         line = len(self._command_rows(snapshot, width, 8 if tall else 3))
         check = max(2, len(self._check_rows(snapshot, width, (9 if tall else 3) * both)))
-        is_shown = tall or (height >= LEAST_HEIGHT and both == 1)
-        size = len(self._training_rows(snapshot, width, 3)) if is_shown else 0
+        facts = 3 if tall or both == 1 else 2
+        size = len(self._training_rows(snapshot, width, facts)) if height >= LEAST_HEIGHT else 0
         self._training.display = size > 0
         room = max(2, min(4, height // 4), height - LEAST_FLAGS - line - check - size)
         phase = "1fr" if wide else len(self._phase_rows(snapshot, width, room))

@@ -67,12 +67,13 @@ def test_a_null_removes_an_entry_of_every_mapping(folder):
 def test_a_null_removes_the_sweep_of_a_phase(folder):
     sweep = "{name: mb, rounds: 11, variants: {a: {}, b: {}}}"
     (folder / "middle.yaml").write_text(f"extends: base\nphases:\n  - {sweep}\n")
-    child = "extends: middle\nphases:\n  - {{name: mb, rounds: {}, variants: null}}\n"
-    (folder / "child.yaml").write_text(child.format("null"))
-    assert [phase.name for phase in plan.load(folder / "child.yaml").phases][-1:] == ["mb"]
-    (folder / "child.yaml").write_text(child.format("11"))
+    child = "extends: middle\nphases:\n  - {{name: mb, {}}}\n"
+    for words in ("variants: null", "variants: null, rounds: null"):
+        (folder / "child.yaml").write_text(child.format(words))
+        assert [phase.name for phase in plan.load(folder / "child.yaml").phases][-1:] == ["mb"]
+    (folder / "middle.yaml").write_text("extends: base\nphases:\n  - {name: mb, rounds: 11}\n")
     with pytest.raises(UsageError, match="'variants' must name 2 to"):
-        plan.load(folder / "child.yaml")
+        plan.load(folder / "middle.yaml")
 
 
 def test_a_plan_that_extends_another_changes_only_what_it_names(folder):

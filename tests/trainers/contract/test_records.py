@@ -176,7 +176,7 @@ def test_a_figure_with_the_name_of_a_field_or_an_odd_value_ends_no_rank(tmp_path
 from trainers.contract.member import join
 fields = (
     "v", "n", "run", "attempt", "ts", "mono", "host", "pid", "rank", "local_rank", "world", "step",
-    "msg", "steps_dt_s", "nonfinite_loss_steps",
+    "msg", "steps_dt_s", "nonfinite_loss_steps", "cut",
 )
 run = join()
 for step in (1, 2, 3):
