@@ -146,9 +146,8 @@ def begin(prepared: Prepared, by: str) -> Path:
     """Starts a prepared launch; returns the directory of the launch.
 
     Raises UsageError, RefusedError or ContractError. The launch is rejected with `assume_gpus`, if
-    a check has failed, or if the options have a `digest` that the plan does not have. Without
-    `again`, a resume is rejected if another launch already continues the same launch. If another
-    launch has taken a directory that is named after the time, a new name is used.
+    a check has failed, or if the plan does not have the `digest`. A resume is rejected as in
+    `check_not_continued`. If a directory named after the time is taken, another name is used.
     """
     options = prepared.options
     if options.assume_gpus:
