@@ -119,7 +119,8 @@ class Draft:
         where = f"{self.prepared.directory.parent}/<UTC time>"
         begins: tuple[tuple[str, str], ...] = ()
         if shown is not None and shown.can_resume:
-            unused = f"without the checkpoint of step {shown.saved_step:,} of {shown.id}; R resumes"
+            unused = f"without the checkpoint of step {shown.saved_step:,} of {shown.id}"
+            unused += "; R resumes from it"
             if shown.launch and shown.launch.has_passed:
                 unused = f"not with {shown.launch.rest[0].name}; R starts it"
             begins = (("begins", f"{plan.phases[0].name} at step 1, {unused}"),)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import pytest
 import yaml
 
 from console import actions, cli
+from console.commands import query
 from console.commands.output import Changes, OutputError
 from console.model import Alert, Figure, RunState
 from console.sources.run import RunSource
@@ -21,6 +23,7 @@ from tests.console.sources import directory
 from tests.console.test_actions import MEMBER
 from tests.console.test_cli import ROOT
 from tests.console.test_cli import cli as run_cli
+from tests.console.tui import recorded
 from tests.launches import Started
 from trainers.contract import rundir
 
@@ -68,6 +71,15 @@ def test_status_prints_the_main_figures_and_names_the_option_for_all_of_them(tmp
     assert "\n  lr " in whole
     left = len(whole.splitlines()) - len(main.splitlines()) + 1
     assert f"\n  {left} more figures: status --all\n" in main
+
+
+def test_status_names_the_command_that_accepts_a_gate():
+    state = dataclasses.replace(recorded.gates_failed(), launch=recorded.launch("ended"))
+    (line,) = query.resume_lines(state)
+    assert line.startswith("to accept this result, run: ")
+    assert line.endswith(
+        f"override {state.launch.path} --phase plumbing --reason TEXT --gate bytes_right"
+    )
 
 
 def test_a_reader_that_leaves_is_no_error_worth_a_word(launch):

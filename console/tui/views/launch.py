@@ -88,7 +88,8 @@ class Launch(Scrolls, View):
         live = live_launch(snapshot)
         if shown := live or self._ended(snapshot):
             state, launch = shown
-            note = BETWEEN.get(launch.between, "") if live else "the launch has ended"
+            between = BETWEEN.get(launch.between, "") if launch.rest else "the last phase"
+            note = between if live else "the launch has ended"
             at = state.own_phase.index if state.own_phase else 0
             phases = [
                 replace(each, steps_planned=each.steps_planned or state.steps_planned)
@@ -193,6 +194,7 @@ class Launch(Scrolls, View):
         snapshot = self.snapshot
         if snapshot is None or not self.size.width:
             return
+        held = self._chosen()
         if shown := self._shown(snapshot):
             (state, launch), own = shown, shown[0].own_phase
             when = launch.rest[0].numbered if launch.rest else ""
@@ -219,6 +221,9 @@ class Launch(Scrolls, View):
         self.picker.heading = heading
         rows = flag_list.item_rows(self._items, when, self.picker.size.width - GUTTER)
         self.picker.fill(rows, notes=[item.flag.key.help for item in self._items])
+        names = [item.flag.name for item in self._items]
+        if held is not None and held.flag.name in names:  # a launch has one row less than a draft
+            self.picker.move(names.index(held.flag.name) - self.picker.cursor)
 
     def fit_panels(self) -> None:
         snapshot, (width, height) = self.snapshot, self.size

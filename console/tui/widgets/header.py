@@ -58,11 +58,12 @@ def _names(state: RunState) -> list[str]:
 def _state(state: RunState, now: float) -> tuple[str, str]:
     """Returns the style and the word of the state, for some states with a duration."""
     launch, own = state.launch, state.own_phase
-    if launch and launch.state == "waiting" and (own is None or own.index == launch.phase):
-        return STATE_STYLE["waiting"], "WAITING"
-    if (word := outcome(state)[0]) != state.state:
-        return "warn", word.upper()
-    word = word.upper()
+    if launch and (own is None or own.index == launch.phase):
+        if launch.state == "waiting":
+            return STATE_STYLE["waiting"], "WAITING"
+        if (word := outcome(state)[0]) != state.state:
+            return "warn", word.upper()
+    word = state.state.upper()
     since = now - state.since_ts if state.since_ts else None
     if state.state == "stalled":
         since = _still_s(state) or since

@@ -137,6 +137,14 @@ def test_an_older_point_that_is_read_later_is_drawn_also_among_equal_points():
         assert found == (chartmath.bins(held, 0.0, 600.0, 58),)
 
 
+def test_a_stall_stays_a_gap_and_rare_samples_are_joined():
+    point = (3, 3)
+    often = [point] * 20 + [None] * 12 + [point] * 5
+    assert chartmath.bridge(often)[20:32] == [None] * 12
+    rare = [point, *[None] * 9] * 4
+    assert None not in chartmath.bridge(rare)[:31]
+
+
 @given(st.integers(40, 240))
 def test_the_values_below_a_zoomed_chart_fit_the_width(width):
     names = tuple(f"gpu_util_pct:{index}" for index in range(8))

@@ -141,6 +141,20 @@ async def test_the_next_launch_is_checked_when_the_one_that_is_shown_ends(tmp_pa
         await play(pilot, "…✓ torch", "L", "…Launch cpu_smoke?")
 
 
+async def test_the_cursor_stays_on_its_flag_when_a_launch_starts(tmp_path):
+    ended = recorded.running(state="completed", launch=recorded.launch("ended"))
+    async with driven(app_on(ended, root=tmp_path)) as (app, pilot):
+        await play(pilot, "2", "…flags of a new launch", "E", "down")
+
+        def is_held():
+            return any(line.startswith("› ") and "NSA_LR " in line for line in lines(app))
+
+        await until(pilot, is_held)
+        app.feed._source.states[:] = [recorded.running(launch=recorded.launch())]
+        await see(pilot, "flags now → 2-recall")
+        await until(pilot, is_held)
+
+
 async def test_a_key_that_does_nothing_is_said():
     async with driven(app_on(recorded.running())) as (app, pilot):
         await play(pilot, "x", "…x has no function; ? shows the keys", "space")

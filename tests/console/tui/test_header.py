@@ -37,6 +37,14 @@ def test_nothing_is_armed_where_nobody_watches():
         assert not any("on stall" in header_of(make(), width) for width in (80, 200))
 
 
+def test_a_launch_that_a_gate_ended_is_not_called_completed():
+    phases = list(recorded.phases(1, "completed"))
+    phases[1] = dataclasses.replace(phases[1], result="fail")
+    state = recorded.running(state="completed", launch=recorded.launch("ended", phases=phases))
+    assert "GATE FAILED" in header_of(state)
+    assert "COMPLETED" not in header_of(state)
+
+
 GATE = Gate("no_stall", 0.0, "", "run", "events", "yes", "fail")
 HALTED = {"state": "ended", "why": "halt requested by op"}
 

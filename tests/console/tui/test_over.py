@@ -104,6 +104,21 @@ async def test_both_questions_name_the_checkpoint_from_which_a_resume_would_cont
     assert facts["begins"] == f"sanity at step 1, {unused}"
 
 
+def passed(**given):
+    """Returns a run whose phase passed, in a launch that ended with a phase left."""
+    phases = list(recorded.phases(1, "completed"))
+    phases[1] = dataclasses.replace(phases[1], result="pass")
+    return recorded.running(state="completed", launch=recorded.launch("ended", phases=phases))
+
+
+def test_r_starts_the_next_phase_of_a_launch_whose_newest_phase_passed():
+    facts = dict(KEYS["adopt"].question(passed()).facts)
+    assert (facts["begins"], facts["then"]) == (
+        "2-recall, because plumbing passed", "next phases: none"
+    )  # fmt: skip
+    assert "R resume" in [each.hint for each in recorded.noticed(passed())]
+
+
 async def test_a_launch_names_the_flags_of_the_shell(tmp_path, monkeypatch):
     monkeypatch.setenv("NSA_LR", "0.5")
     async with driven(app_on(root=tmp_path)) as (app, pilot):
