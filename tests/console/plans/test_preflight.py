@@ -113,7 +113,8 @@ def test_a_run_to_resume_that_has_no_readable_checkpoint_is_refused(tmp_path):
               "report": {}, "settings": {}, "files": {"x": [1, "0"]}}  # fmt: skip
     rundir.write_json(run / "checkpoints" / "step_00000007" / manifest.MANIFEST, record)
     found = row("resume", tmp_path, {"checkpoint.resume": str(run)})
-    assert found == ("pass", f"one resumes from {run / 'checkpoints' / 'step_00000007'}")
+    path = run / "checkpoints" / "step_00000007"
+    assert found == ("pass", f"one resumes from {path} if it is intact")
     sets = {"checkpoint.resume": str(run), "checkpoint.from_step": "5"}
     assert "has no verified checkpoint of step 5" in row("resume", tmp_path, sets)[1]
 

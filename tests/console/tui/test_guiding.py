@@ -135,7 +135,7 @@ async def test_the_next_launch_is_checked_when_the_one_that_is_shown_ends(tmp_pa
             await pilot.press("1")
         ended = recorded.running(state="completed", launch=recorded.launch("ended"))
         app.feed._source.states[:] = [ended]
-        await until(pilot, lambda: "COMPLETED" in lines(app)[0])
+        await until(pilot, lambda: "COMPLETE" in lines(app)[0])
         if not stays:
             await pilot.press("2")
         await play(pilot, "…✓ torch", "L", "…Launch cpu_smoke?")
