@@ -252,7 +252,9 @@ def status_lines(state: RunState, whole: bool = False, all_figures: bool = True)
         yield f"  {skipped(state)} and {'is' if state.skipped_records == 1 else 'are'} skipped"
     yield from (f"  {rank_line(rank)}" for rank in state.ranks)
     yield from _figure_lines(state, all_figures)
-    for alert in (each for each in state.alerts if each.text != state.why):
+    for alert in state.alerts:
+        if alert.text == state.why and not alert.acknowledged:
+            continue  # the second line says so
         yield f"  {alert.level.upper()} {'acknowledged: ' * alert.acknowledged}{alert.text}"
     if state.verdict:
         is_told = state.verdict.sentence == state.why

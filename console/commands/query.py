@@ -80,11 +80,11 @@ def status(options: argparse.Namespace) -> int:
 def resume_lines(state: RunState) -> list[str]:
     """Returns the commands that resume an ended launch, or that accept its gates, if any."""
     launch, own = state.launch, state.own_phase
-    if launch is None or own is None:
+    if launch is None or own is None or launch.state != "ended":
         return []
     if state.can_resume:
         return [f"to resume, run: {command('resume', launch.path)}"]
-    gates = [each.name for each in state.gates if each.blocks and launch.state == "ended"]
+    gates = [each.name for each in state.gates if each.blocks and state.state == "completed"]
     words = ("override", launch.path, "--phase", own.name, "--reason", "TEXT", "--gate")
     return [f"to accept this result, run: {command(*words, name)}" for name in gates]
 

@@ -18,7 +18,7 @@ from console.commands import query
 from console.commands.output import Changes, OutputError
 from console.model import Alert, Figure, RunState
 from console.sources.run import RunSource
-from console.status_text import quoted
+from console.status_text import quoted, status_lines
 from tests.console.sources import directory
 from tests.console.test_actions import MEMBER
 from tests.console.test_cli import ROOT
@@ -73,8 +73,23 @@ def test_status_prints_the_main_figures_and_names_the_option_for_all_of_them(tmp
     assert f"\n  {left} more figures: status --all\n" in main
 
 
+def test_status_marks_an_acknowledged_alert_also_if_the_state_says_the_same():
+    (alert,) = recorded.stalled().alerts[:1]
+    for acknowledged, count in ((False, 1), (True, 2)):
+        shown = dataclasses.replace(alert, acknowledged=acknowledged)
+        state = dataclasses.replace(
+            recorded.stalled(), why=alert.text, alerts=(shown,), verdict=None
+        )
+        lines = [line for line in status_lines(state) if alert.text in line]
+        assert len(lines) == count
+        assert any("acknowledged: " in line for line in lines) == acknowledged
+
+
 def test_status_names_the_command_that_accepts_a_gate():
-    state = dataclasses.replace(recorded.gates_failed(), launch=recorded.launch("ended"))
+    failed, launch = recorded.gates_failed(), recorded.launch("ended")
+    crashed = dataclasses.replace(failed, launch=launch, state="crashed")
+    assert query.resume_lines(crashed) == [], "an override needs a completed phase"
+    state = dataclasses.replace(failed, launch=launch, state="completed")
     (line,) = query.resume_lines(state)
     assert line.startswith("to accept this result, run: ")
     assert line.endswith(
