@@ -200,6 +200,9 @@ def _basis(run: RunSource, state: RunState) -> str:
     if has_snapshot:
         age = status_text.age(liveness.age(ts))
         records = f"{rundir.SNAPSHOT} of {age} ago and {records} after it"
+    else:
+        has_all = run.has_all_records and not state.behind_bytes
+        records = f"all {records}" if has_all else f"the {records} that were read"
     return f"based on {'' if is_live else f'{rundir.GATES} and '}{records}"
 
 

@@ -220,5 +220,5 @@ def test_check_names_its_basis_and_full_reads_all_records(run, monkeypatch, caps
     )
     assert main(["check", str(run), "--full"]) == 1
     lines = sum(len(rundir.heartbeat(run, rank).read_bytes().splitlines()) for rank in (0, 1))
-    with_snapshot[1] = f"based on gates.json and {lines} records"
+    with_snapshot[1] = f"based on gates.json and all {lines} records"
     assert capsys.readouterr().out.splitlines() == with_snapshot
