@@ -262,6 +262,8 @@ class LaunchState:
     """A gap or contradiction in the documents about the phases, or "" if there is none."""
     ended_by: str = ""
     """The request or file that ends the launch after the current phase, or "" if there is none."""
+    continues: tuple[str, ...] = ()
+    """The ids of the launches that plan.json names as continued by this launch."""
 
     @property
     def under_way(self) -> bool:

@@ -351,8 +351,15 @@ def gates_text(phase: PhaseState) -> str:
     return f"gates {RESULT_WORDS.get(phase.result, 'unknown')}"
 
 
+def continues_text(launch: LaunchState) -> str:
+    """Returns the launches that this launch continues, or "" if there are none."""
+    return f"continues {', '.join(launch.continues)}" if launch.continues else ""
+
+
 def launch_lines(launch: LaunchState) -> Iterator[str]:
     yield f"  launch {launch.id} {launch.state}{': ' + launch.why if launch.why else ''}"
+    if text := continues_text(launch):
+        yield f"    {text}"
     for phase in launch.phases:
         mark = ">" if phase.index == launch.phase else " "
         gates = gates_text(phase)

@@ -86,7 +86,7 @@ def _begin(chosen: LaunchOptions, options: argparse.Namespace) -> int:
             print_line(f"launched {name} in {path}; ctrl+c leaves, the run continues")
             for text in start:
                 print_line(text)
-        return follow(RunSource(path), options.json)
+        return follow(RunSource(path), options)
     known = chosen.run_dir is None and options.root == launches.ROOT
     line = f"launched {name} in {path}; to follow it: {command('watch', name if known else path)}"
     show(options.json, {"id": name, "path": str(path)}, [line, *start])

@@ -30,7 +30,7 @@ def diagnose(options: argparse.Namespace) -> int:
     """
     found = diagnosis(launches.find(options.run, options.root))
     record = as_json(found, options.root)
-    show(options.json, record, map(clean, lines(found, record)))
+    show(options.json, record, map(clean, lines(found, record, options.root)))
     return found.exit_code
 
 
@@ -59,8 +59,8 @@ def as_json(found: Diagnosis, root: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def lines(found: Diagnosis, record: dict[str, Any]) -> Iterator[str]:
-    """Yields a diagnosis as text."""
+def lines(found: Diagnosis, record: dict[str, Any], root: Path) -> Iterator[str]:
+    """Yields a diagnosis as text; `root` has the launches that may continue this launch."""
     state, verdict = found.state, found.verdict
     yield f"{state.id}  {found.outlook.upper()}  {status_text.progress(state)}"
     if found.why:
@@ -77,7 +77,7 @@ def lines(found: Diagnosis, record: dict[str, Any]) -> Iterator[str]:
     if record["cost"] and record["cost"] not in record["verdict"]["action"]:
         yield f"  cost: {record['cost']}"
     if found.outlook == "ended":
-        yield from (f"  {line}" for line in resume_lines(state))
+        yield from (f"  {line}" for line in resume_lines(state, root))
     if seen := record["seen_before"]:
         when = status_text.clock(seen["ts"], "%Y-%m-%d %H:%M")
         yield f"  seen before: {seen['run']} at {when}, {seen['cause']} at {seen['place']}"
@@ -125,5 +125,5 @@ def _diagnosis(path: Path, root: Path) -> dict[str, bytes]:
     except (ContractError, OSError) as error:
         return {"diagnosis.txt": f"not available: {error}\n".encode()}
     record = as_json(found, root)
-    text = "\n".join(map(clean, lines(found, record)))
+    text = "\n".join(map(clean, lines(found, record, root)))
     return {"diagnosis.txt": f"{text}\n".encode(), "diagnosis.json": jsonl.encode(record)}

@@ -72,16 +72,23 @@ def status(options: argparse.Namespace) -> int:
     run = source(options)
     state = poll_confirmed(run)
     lines = status_text.status_lines(state, run.is_launch, options.all)
-    resume = (f"  {line}" for line in resume_lines(state))
+    resume = (f"  {line}" for line in resume_lines(state, options.root))
     show(options.json, status_text.as_json(state, run.is_launch), [*lines, *resume])
     return status_text.exit_code(state, run.is_launch)
 
 
-def resume_lines(state: RunState) -> list[str]:
-    """Returns the commands that resume an ended launch, or that accept its gates, if any."""
+def resume_lines(state: RunState, root: Path) -> list[str]:
+    """Returns how an ended launch goes on: the launch that continues it, or commands, if any.
+
+    A command resumes the launch, or accepts a gate.
+    """
     launch, own = state.launch, state.own_phase
     if launch is None or own is None or launch.state != "ended":
         return []
+    from console import rest_of_launch
+
+    if text := rest_of_launch.continued_words(Path(launch.path), root):
+        return [text]
     if state.can_resume:
         return [f"to resume, run: {command('resume', launch.path)}"]
     gates = [each.name for each in state.gates if each.blocks and state.state == "completed"]
@@ -89,23 +96,24 @@ def resume_lines(state: RunState) -> list[str]:
     return [f"to accept this result, run: {command(*words, name)}" for name in gates]
 
 
-def follow(run: RunSource, as_json: bool, until_waiting: bool = False) -> int:
+def follow(run: RunSource, options: argparse.Namespace, until_waiting: bool = False) -> int:
     """Prints changes until a run or launch ends; returns the exit code of the last state.
 
-    With `as_json` only the last state is printed. With `until_waiting` the function also returns
-    when the plan waits for confirmation.
+    With the option `--json` only the last state is printed. With `until_waiting` the function also
+    returns when the plan waits for confirmation.
     """
     changes = Changes()
     while True:
         state = poll_confirmed(run)
         for sentence in changes.sentences(state, time.monotonic()):
-            if not as_json:
+            if not options.json:
                 print_line(sentence)
         waits = state.launch is not None and state.launch.state == "waiting"
         if status_text.is_over(state, run.is_launch) or (until_waiting and waits):
             break
         time.sleep(FOLLOW_POLL_S)
-    show(as_json, status_text.as_json(state, run.is_launch), resume_lines(state))
+    lines = resume_lines(state, options.root)
+    show(options.json, status_text.as_json(state, run.is_launch), lines)
     return status_text.exit_code(state, run.is_launch)
 
 

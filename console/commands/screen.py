@@ -55,4 +55,4 @@ def watch(options: argparse.Namespace) -> int:
         return screen(options)
     from console.commands.query import follow, source
 
-    return follow(source(options), options.json, options.until_waiting)
+    return follow(source(options), options, options.until_waiting)

@@ -161,6 +161,8 @@ def _head(
     overridden = f" with {counted(count, 'override')}" if count else ""
     yield from (f"# Report of {cell(launch.id if launch else state.id)}", "")
     yield from (f"**{result}**{overridden}: {cell(word)}. {cell(why)}", "", f"Written {stamp}.")
+    if launch and (former := status_text.continues_text(launch)):
+        yield from ("", f"This launch {cell(former)}.")
     yield from _table(
         "Phases", ("phase", "state", "steps", "attempts", "stalls", "gates", "why"),
         (_phase_row(each, launch) for each in phases),

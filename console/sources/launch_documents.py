@@ -15,7 +15,7 @@ from console.sources.sanitize import clean
 from trainers.contract import jsonl, rundir
 from trainers.contract.jsonl import entries
 
-MAX_PHASES = 1000
+MAX_PHASES, MAX_FORMER = 1000, 8
 Record = Mapping[str, Any]
 
 
@@ -51,12 +51,14 @@ def launch_state(
             why = moved or (MAY_HAVE_ENDED.format(host) if host else missing)
     current = jsonl.integer(state, "phase")
     current = _last_index(existing) if current is None else current
+    former = jsonl.mapping(plan, "continues").values()
     launch = LaunchState(
         id=name, path=str(path), plan=line(plan, "name", line(state, "plan", path.parent.name)),
         state=cast(Any, named), why=why, phase=max(0, min(current, len(phases) - 1)),
         phases=phases, doubt=doubt, between=line(state, "between", "go"),
         next_flags=_pending_flags(jsonl.mapping(state, "next_flags")),
         ended_by=line(state, "ended_by", ""),
+        continues=tuple(clean(str(each), 200) for each in former)[:MAX_FORMER],
     )  # fmt: skip
     return launch.unconfirmed({phase.dir for phase in phases}) if doubt else launch
 

@@ -85,12 +85,12 @@ def test_status_marks_an_acknowledged_alert_also_if_the_state_says_the_same():
         assert any("acknowledged: " in line for line in lines) == acknowledged
 
 
-def test_status_names_the_command_that_accepts_a_gate():
+def test_status_names_the_command_that_accepts_a_gate(tmp_path):
     failed, launch = recorded.gates_failed(), recorded.launch("ended")
     crashed = dataclasses.replace(failed, launch=launch, state="crashed")
-    assert query.resume_lines(crashed) == [], "an override needs a completed phase"
+    assert query.resume_lines(crashed, tmp_path) == [], "an override needs a completed phase"
     state = dataclasses.replace(failed, launch=launch, state="completed")
-    (line,) = query.resume_lines(state)
+    (line,) = query.resume_lines(state, tmp_path)
     assert line.startswith("to accept this result, run: ")
     assert line.endswith(
         f"override {state.launch.path} --phase plumbing --reason TEXT --gate bytes_right"

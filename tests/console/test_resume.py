@@ -10,6 +10,7 @@ import pytest
 
 from console import actions, cli, rest_of_launch
 from console.actions import LaunchOptions
+from console.sources import launches
 from console.supervisor import launcher
 from console.supervisor.next_flags import set_words
 from tests.console.sources import directory
@@ -164,6 +165,22 @@ def test_a_launch_that_another_continues_is_resumed_only_with_a_confirmation(tmp
     assert "add --yes to resume this one" in capsys.readouterr().err.replace("\n", " ")
     assert rest_of_launch.continued_words(first / "0-sanity", root).startswith("one is already")
     assert rest_of_launch.continued_words(root / "cpu_smoke" / "two", root) == ""
+
+
+def test_status_and_report_name_the_launches_before_and_after_a_resume(tmp_path, capsys):
+    old = ended(tmp_path)
+    root = old.parents[1]
+    cli.main(["--root", str(root), "status", str(old)])
+    assert f"to resume, run: nsa-console resume {old}" in capsys.readouterr().out
+    new = continued(root, old / "0-sanity", "one", 1.6e9)
+    cli.main(["--root", str(root), "status", str(old)])
+    found = capsys.readouterr().out
+    assert f"{launches.launch_id(old)} is already continued by one, which is halted" in found
+    assert "to resume, run" not in found
+    cli.main(["--root", str(root), "status", str(new)])
+    assert "    continues former\n" in capsys.readouterr().out
+    cli.main(["--root", str(root), "report", str(new)])
+    assert "This launch continues former." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

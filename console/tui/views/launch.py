@@ -8,7 +8,7 @@ from pathlib import Path
 from textual.app import ComposeResult
 
 from console.model import LIVE_STATES, LaunchState, RunState
-from console.status_text import DASH, clock, counted, shell_line
+from console.status_text import DASH, clock, continues_text, counted, shell_line
 from console.tui.draft import BETWEEN
 from console.tui.feed import ScreenData
 from console.tui.operator import Console
@@ -95,8 +95,9 @@ class Launch(Scrolls, View):
                 replace(each, steps_planned=each.steps_planned or state.steps_planned)
                 if each is state.own_phase else each for each in launch.phases
             ]  # fmt: skip
+            title = ", ".join(filter(None, ("phases", continues_text(launch))))
             return phase_rows(
-                phases, at, note, width, height, snapshot.now, state.step, state.gates
+                phases, at, note, width, height, snapshot.now, state.step, state.gates, title
             )  # fmt: skip
         plan = self.draft.plan
         if plan is None:

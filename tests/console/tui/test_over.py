@@ -214,6 +214,16 @@ async def test_an_ended_launch_whose_plan_has_no_file_shows_its_own_phases_and_g
         await play(pilot, "…plan cpu_smoke", "…gates of " + held.id)
 
 
+@pytest.mark.parametrize("size", SIZES, ids=str)
+async def test_the_launch_view_names_the_former_launch_and_the_gates_with_an_override(size):
+    (passed, failed), former = recorded.gates_failed().gates, "cpu_smoke-20261119-201500"
+    gates = (passed, dataclasses.replace(failed, override="a toy dataset"))
+    state = recorded.running(gates=gates, launch=recorded.launch(continues=(former,)))
+    async with driven(app_on(state), size) as (app, pilot):
+        await play(pilot, "2", f"…phases, continues {former}", "…✗ overridden bytes_right: 0.41")
+        assert "overridden steps_done" not in recorded.picture(app)
+
+
 def test_the_number_of_stalls_is_as_new_as_the_data_and_not_as_old_as_a_stall(tmp_path):
     run = directory.run(tmp_path / "0-first")
     directory.event(run, "alert", alert="stall", ts=time.time() - 7500)
