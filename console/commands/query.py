@@ -97,7 +97,7 @@ def resume_lines(state: RunState, root: Path) -> list[str]:
 
 
 def follow(run: RunSource, options: argparse.Namespace, until_waiting: bool = False) -> int:
-    """Prints changes until a run or launch ends; returns the exit code of the last state.
+    """Prints changes, and the result at the end of a run or launch; returns the last exit code.
 
     With the option `--json` only the last state is printed. With `until_waiting` the function also
     returns when the plan waits for confirmation.
@@ -112,9 +112,11 @@ def follow(run: RunSource, options: argparse.Namespace, until_waiting: bool = Fa
         if status_text.is_over(state, run.is_launch) or (until_waiting and waits):
             break
         time.sleep(FOLLOW_POLL_S)
-    lines = resume_lines(state, options.root)
+    code = status_text.exit_code(state, run.is_launch)
+    result = [] if waits else [_result(state, run.is_launch, code)]
+    lines = [*result, *resume_lines(state, options.root)]
     show(options.json, status_text.as_json(state, run.is_launch), lines)
-    return status_text.exit_code(state, run.is_launch)
+    return code
 
 
 def check(options: argparse.Namespace) -> int:
@@ -176,7 +178,7 @@ def _check_run(options: argparse.Namespace) -> int:
     if is_live and code <= 1:
         end = _so_far(state)
     else:
-        end = _no_go(state, run.is_launch) if code else _go(state, run.is_launch)
+        end = _result(state, run.is_launch, code)
     gates, basis = status_text.as_json(state)["gates"], _basis(run, state)
     record = {"id": state.id, "state": state.state, "gates": gates, "basis": basis,
               "so_far": is_live, "exit_code": code}  # fmt: skip
@@ -227,6 +229,11 @@ def _read_all(options: argparse.Namespace) -> RunSource:
     run.read_all(show_left)
     show_progress(None)
     return run
+
+
+def _result(state: RunState, whole: bool, code: int) -> str:
+    """Returns "go" or "no go" with the reasons, for the exit code of a run or launch."""
+    return _no_go(state, whole) if code else _go(state, whole)
 
 
 def _no_go(state: RunState, whole: bool) -> str:

@@ -234,6 +234,8 @@ def test_watching_ends_with_the_launch_though_its_run_cannot_be_read(tmp_path, w
     directory.change(path / rundir.PLAN_STATE, **change)
     done = run_cli(tmp_path, "watch", str(path), *words)
     assert done.returncode == (1 if state == "ended" else 5)
+    if words == ["--plain"]:
+        assert done.stdout.splitlines()[-1].startswith("no go; ")
 
 
 def test_a_phase_has_ended_before_the_next_one_starts(tmp_path):
