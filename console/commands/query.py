@@ -175,10 +175,7 @@ def _check_run(options: argparse.Namespace) -> int:
     if is_live:
         state = replace(state, gates=so_far(run, state))
     code = status_text.exit_code(state, run.is_launch) or int(is_live)
-    if is_live and code <= 1:
-        end = _so_far(state)
-    else:
-        end = _result(state, run.is_launch, code)
+    end = _so_far(state) if is_live and code <= 1 else _result(state, run.is_launch, code)
     gates, basis = status_text.as_json(state)["gates"], _basis(run, state)
     record = {"id": state.id, "state": state.state, "gates": gates, "basis": basis,
               "so_far": is_live, "exit_code": code}  # fmt: skip

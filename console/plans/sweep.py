@@ -113,16 +113,22 @@ class Comparison:
 
     def lines(self) -> Iterator[str]:
         """Yields the answer, then a line for each variant if the variants were compared."""
-        yield f"{self.sweep}: {self.answer}"
+        limit = highest_p(len(self.variants)) if self.variants else 0.0
+        yield f"{self.sweep}: {self.answer}" + f" (a difference needs p ≤ {limit:.2g})" * bool(
+            limit
+        )
         for variant in () if self.refusal else self.variants:
             mean, deviation = variant.spread
             facts = variant.runs[0].facts
             routes = " ".join(f"{k}:{v}" for k, v in jsonl.mapping(facts, "backend").items())
+            speeds = [run.toks_per_s for run in variant.runs]
+            p = (self.p_values or {}).get((self.variants[0].name, variant.name))
+            than = f"; p = {p:.2g} against {self.variants[0].name}" if p is not None else ""
             yield (
-                f"  {variant.name:<12} {variant.toks_per_s:>10,.0f} tok/s in fast steps; last "
-                f"{variant.runs[0].mean_steps} steps {mean:,.0f} ± {deviation:,.0f} tok/s, "
-                f"{status_text.counted(len(variant.runs), 'run')}; {routes}, "
-                f"hook {facts.get('comm_hook')}"
+                f"  {variant.name:<12} {variant.toks_per_s:>10,.0f} tok/s in fast steps "
+                f"({status_text.counted(len(speeds), 'run')}: {min(speeds):,.0f} to "
+                f"{max(speeds):,.0f}){than}; last {variant.runs[0].mean_steps} steps {mean:,.0f} ± "
+                f"{deviation:,.0f} tok/s; {routes}, hook {facts.get('comm_hook')}"
             )
 
     def as_dict(self) -> dict[str, Any]:
@@ -153,6 +159,25 @@ def check_variants(
                     f"the variants of {name} differ in {word}, and the shell or an option sets it "
                     "for all of them; unset it, or launch another phase"
                 )
+
+
+def unchanged(
+    phases: Sequence[Phase], settings: Sequence[Mapping[str, Any]], sweep: str
+) -> str:  # fmt: skip
+    """Returns a setting that has one value in all runs of a sweep although its variants set it.
+
+    `settings` has the resolved settings of each phase. For example, one variant sets a value, and
+    the other variants have this value by default. Returns "" if there is no such setting.
+    """
+    runs = [
+        (_given(asdict(phase)), held)
+        for phase, held in zip(phases, settings, strict=True) if sweep and phase.sweep == sweep
+    ]  # fmt: skip
+    for key in dict.fromkeys(key for given, _ in runs for key in given):
+        values = {str(held[key]["value"]) for _, held in runs if key in held}
+        if len({given.get(key) for given, _ in runs}) > 1 and len(values) == 1:
+            return f"{key} is {values.pop()} in all of them"
+    return ""
 
 
 def fast_s(steps_s: Sequence[float]) -> float:

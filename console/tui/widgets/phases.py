@@ -106,8 +106,11 @@ def gate_rows(
         pending = [("", _pending(name, bound)) for name, bound in bounds.items()]
         return grid(pending, width, height, heading, "evaluated when the phase ends")
     cells = [
-        (gate.result, f"{'overridden ' * bool(gate.override)}{gate.name}: {gate_value(gate)}"
-         + f" ({gate.bound})" * bool(gate.bound))
+        (
+            gate.result,
+            f"{'overridden ' * bool(gate.override)}{gate.name}: {gate_value(gate)}"
+            + f" ({gate.bound})" * bool(gate.bound),
+        )
         for gate in gates
     ]
     passed = sum(gate.result == "pass" for gate in gates)

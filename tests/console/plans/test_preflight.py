@@ -76,6 +76,18 @@ def test_a_sweep_whose_runs_are_too_short_to_be_compared_is_refused(tmp_path):
         )
 
 
+def test_a_sweep_whose_variants_have_the_same_value_is_refused(tmp_path):
+    for value, wanted in (("2.5e-3", "fail"), ("0.5", "pass")):
+        variants = {"a": {}, "b": {"flags": {"NSA_LR": value}}}
+        sweep = {"rounds": 9, "variants": variants}
+        result, text = row("config one b", tmp_path, {"train.steps": "30"}, phase=sweep)
+        assert result == wanted, text
+        same = "the variants of one differ only in name: train.lr is 0.0025 in all of them"
+        assert text.startswith(same) == (wanted == "fail"), text
+    library = {"rounds": 9, "variants": {"a": {}, "b": {"flags": {"NCCL_PROTO": "Simple"}}}}
+    assert row("config one b", tmp_path, {"train.steps": "30"}, phase=library)[0] == "pass"
+
+
 @pytest.mark.parametrize("pattern", ["/absolute/*.md", "**x"])
 def test_a_check_that_cannot_be_made_fails_by_name(tmp_path, pattern):
     sets = {"data.source": "text", "data.path": str(tmp_path), "data.pattern": pattern}

@@ -80,6 +80,10 @@ def test_a_difference_in_every_round_is_significant_and_noise_is_not() -> None:
     mixed = [100.0, 101, 99, 100, 70, 100, 101, 99]
     same = compare("bucket", [variant("a", mixed, {}), variant("b", mixed[::-1], {})])
     assert same.answer == "no difference"
+    lines = list(same.lines())
+    assert lines[0] == "bucket: no difference (a difference needs p ≤ 0.005)"
+    assert "(8 runs: 70 to 101); last" in lines[1]
+    assert "(8 runs: 70 to 101); p = 1 against a; last" in lines[2]
 
 
 def test_two_fast_variants_and_a_slow_one_are_told_apart() -> None:
