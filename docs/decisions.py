@@ -22,10 +22,10 @@ HEADINGS: dict[Kind, str] = {
 TEXT = """\
 # Decisions
 
-Generated from the table in `docs/decisions.py`. A decision is made only if all of its sources, (a),
-(b) and so on, agree. No single faulty writer, file or clock should be able to produce all of them.
-An exit that was seen through a pidfd is a fact and needs no second source. The text of a log alone
-is never enough. [words.md](words.md) explains the words.
+Generated from the table in `docs/decisions.py`. A decision needs all of its sources, (a), (b) and
+so on, and they must agree. No single faulty writer, file or clock should be able to produce all of
+them. An exit that was seen through a pidfd is a fact and needs no second source. The text of a log
+alone is never enough. [words.md](words.md) explains the words.
 """
 Source = str | tuple[str, ...]
 """One source, or a tuple: a sentence that ends with a colon, then the alternatives."""
@@ -58,24 +58,24 @@ TABLE: tuple[Decision, ...] = (
              "continue a stop that only a document of the dead supervisor contains.",
              "A process with another start time or token gets no signal."),
     Decision("end-leftovers", "act", "end a leftover on an operator's request",
-             ("The process has the command line of a trainer, no ancestor of the "
-              "process is a supervisor, and no supervisor has adopted its run.",
+             ("The process has the command line of a trainer. None of its ancestors is a "
+              "supervisor, and no supervisor has adopted its run.",
               "The token in the environment of the process is also in run.json. The directories of "
-              "the run and of the launch belong to this user, and not all users can write to them.",
+              "the run and of the launch belong to this user, and are not writable for all users.",
               "supervisor.json and plan_state.json name a supervisor of this host that is dead, "
               "and the lock is free."),
              "The process gets no signal. A line of the output names the process and the reason.",
-             "The process gets no signal, even if a supervisor adopts the run only after the "
-             "confirmation."),
+             "The process gets no signal. This holds also if a supervisor adopts the run after the "
+             "operator has confirmed."),
     Decision("own-directory", "act", "use the contents of the launch directory",
              ("The file at the path of the lock has the device and inode of the open lock.",
               "That file contains the token of the supervisor."),
-             "Without a lock at the path, the supervisor ignores requests and `.HALT` in the "
+             "If there is no lock at the path, the supervisor ignores requests and `.HALT` in the "
              "directory, and writes nothing to it. An alert is raised. The ranks still read "
-             "`.HALT` while their run directory is at its path. While another error prevents the "
+             "`.HALT` while their run directory is at its path. If another error prevents the "
              "check, the last result remains.",
-             "The same happens as without a lock, because the directory was moved, replaced or "
-             "copied."),
+             "The supervisor does the same as without a lock: the directory was moved, replaced "
+             "or copied."),
     Decision("restart", "act", "start the next attempt",
              ("The exits of torchrun and of all ranks are seen through pidfds.",
               "The launch directory passes `own-directory`, and run.json contains the token of the "
@@ -91,38 +91,40 @@ TABLE: tuple[Decision, ...] = (
                "the same error in the last two attempts, with no new checkpoint between them.")),
              "The first restart is not rejected.", "The first restart is not rejected."),
     Decision("act-on-stall", "act", "halt, stop or restart a stalled run by a watch rule",
-             ("The pulses do not change, in memory that the supervisor opened. After an adoption, "
-              "the supervisor must first have seen each pulse change.",
+             ("The pulses in the memory that the supervisor opened do not change. After an "
+              "adoption, the supervisor must first have seen each pulse change.",
               "The heartbeats contain no new step."),
              "An alert is raised, and the run is neither halted, stopped nor restarted.",
-             "The same happens as for a missing source, because new steps show progress."),
+             "The heartbeats show new steps, so the supervisor does the same as for a missing "
+             "source."),
     Decision("act-on-figure", "act", "halt, stop or restart a run by a watch rule on its figures",
-             ("The figure is severe for long enough. For loss, gradient norm, attention gate and "
-              "throughput, this is the figure in the records of rank 0.",
-              ("A second source shows the same condition:",
-               "for loss, gradient norm and attention gate: the record of another rank;",
-               "for these figures, if no other rank records them: training.csv;",
-               "for the loss of a run with one rank, if training.csv has no loss: the pulse;",
-               "for throughput: the pace of the steps by the clock of this host;",
-               "for memory in use and disk of the host: no other source, because the kernel of "
-               "this host measures these figures.")),
+             ("The figure is severe for long enough. Loss, gradient norm, attention gate and "
+              "throughput come from the records of rank 0.",
+              ("A second source shows the same condition. The source depends on the figure:",
+               "Loss, gradient norm, attention gate: the record of another rank. If no other rank "
+               "records the figure: training.csv.",
+               "Loss of a run with one rank, if training.csv has no loss: the pulse.",
+               "Throughput: the pace of the steps, measured with the clock of this host.",
+               "Memory in use and disk of the host: none is needed, because the kernel of this "
+               "host measures these figures.")),
              "Only an alert is raised.", "Only an alert is raised."),
     Decision("next-phase", "act", "start the next phase",
-             (("The phase completed, by one of these:",
-               "exit code 0 of all ranks, or of torchrun for ranks whose exit was not seen;",
-               "for an exit that no supervisor observed: the exit record, and also the pulse at "
-               "the same step or a document of the dead supervisor."),
-              "All gates without an override pass, for which the numbered records must have no "
-              "gap. If no step was left after a resume, the records of the earlier run are used, "
-              "whose last checkpoint all ranks loaded."),
+             (("The phase completed. Every exit is one of these:",
+               "The supervisor saw the exit of the rank with code 0.",
+               "The supervisor did not see the exit of the rank, and torchrun exited with code 0.",
+               "No supervisor observed the exit, and the exit record says code 0. The pulse at the "
+               "same step, or a document of the dead supervisor, confirms the record."),
+              "All gates without an override pass. For this, the numbers of the records must have "
+              "no gap. If a resumed run had no step left, the gates use the records of the earlier "
+              "run. All ranks must then have loaded its last checkpoint."),
              "The plan ends. A gate without its records is unknown, never passed. An exit that "
              "only one record shows is unknown too.",
              "The plan ends, and its reason names the rank or the missing records."),
     Decision("go-run", "go", "print go for a run: `check`, `status` and `--wait` return 0",
              ("In gates.json, which the supervisor writes, every gate passes or has an override.",
-              "Every gate passes over the records, which this reader sums, or has the same "
-              "override. The reader may begin with the sums in snapshot.json; `check --full` reads "
-              "all records.",
+              "The command evaluates every gate from the records. Each gate passes, or has the "
+              "same override. The command may begin with the sums in snapshot.json; `check --full` "
+              "reads all records.",
               "plan.json has the same phases and gates.",
               "plan_state.json has the same phases, and no failed or unknown result."),
              "The result is no go. The output names the document or the missing records.",
@@ -150,46 +152,46 @@ TABLE: tuple[Decision, ...] = (
               "The pulses of the other ranks are at a later step and do not change."),
              "The confidence is at most medium.", "The confidence is at most medium."),
     Decision("verdict-cause", "verdict", "name the cause of a stall from the collected evidence",
-             (("The evidence names the ranks to blame, by one of these:",
-               "two of the flight records, the stacks, the processes in /proc, the GPUs and the "
-               "positions of the ranks name the same rank;",
-               "one of these sources names a rank that is stopped, has ended or exits, and the "
-               "pulse of the rank does not change;",
-               "one of these sources names all ranks, no rank can run, and no pulse changes;",
-               "the flight records and the stacks name the rank, or the minority of ranks, that "
-               "leaves the usual order of calls;",
-               "the kernel, the stacks and the flight records show a lost connection."),
-              ("A rule of the table of causes applies to the first of these ranks, by one of "
-               "these:",
-               "its stack and its process;",
-               "its stack or its process, for a cause that one source proves.")),
+             (("The evidence names the ranks to blame. There are five sources: flight records, "
+               "stacks, processes in /proc, GPUs, positions of the ranks. One of these is true:",
+               "Two sources name the same rank.",
+               "One source names a rank that is stopped, has ended or exits. The pulse of this "
+               "rank does not change.",
+               "One source names all ranks. No rank can run, and no pulse changes.",
+               "The flight records and the stacks name the rank, or the minority of ranks, that "
+               "departs from the usual order of calls.",
+               "The kernel, the stacks and the flight records show a lost connection."),
+              "A rule of the table of causes applies to the first of these ranks. The stack and "
+              "the process of the rank must both show the cause. For a cause that one source "
+              "proves, for example `stopped`, one of the two is enough."),
              "The confidence is at most medium if only one source names the rank, or if no cause "
              "is found.",
              "The confidence is at most medium, and the sign that names another rank is shown."),
     Decision("target-id", "target", "find the run that an id names",
-             ("Exactly one launch has the id, or else an id that begins with it, in its plan.json.",
+             ("Exactly one plan.json contains the id. If none does, exactly one contains a longer "
+              "id that begins with it.",
               "The run has recorded the directory in which it was found."),
              "The action is rejected; the operator must name the directory.",
              "The action is rejected, and the message says how the sources differ."),
     Decision("target-latest", "target", "find the run that `latest` names, for an action",
              ("The creation time in plan.json is later than that of all other launches.",
               "No other plan.json has a later modification time."),
-             "A missing or invalid creation time is replaced by the time in the name of the "
-             "directory, or else by the modification time.",
+             "If a creation time is missing or not valid, the time in the name of the directory "
+             "replaces it. If the name contains no time, the modification time does.",
              "The action is rejected, and the message names both launches."),
     Decision("target-supervisor", "target", "find the supervisor that accepts a request",
              ("On this host, the process with the recorded pid, start time and boot is alive.",
               ("The lock belongs to this supervisor:",
                "on this host: the lock is held and contains the recorded token;",
                "on another host: the lock contains the recorded token, and an answer comes.")),
-             "The request is rejected, because there is no supervisor; for a launch that has not "
+             "The request is rejected, because there is no supervisor. If the launch has not "
              "ended, the message offers adopt. If no answer comes from another host, the command "
-             "reports this.",
+             "says so.",
              "The request is rejected: the directory is a copy, or its launch was moved."),
     Decision("target-process", "target", "find the process that gets a signal",
              ("A pidfd of the process is opened first.",
-              "The start time of the process and the token of the run are read afterwards, and "
-              "they equal the recorded values."),
+              "Afterwards, the start time of the process and the token of the run are read. They "
+              "equal the recorded values."),
              "The process gets no signal.", "The process gets no signal."),
 )  # fmt: skip
 
