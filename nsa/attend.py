@@ -69,8 +69,8 @@ def attend_last(q: Tensor, k: Tensor, v: Tensor, folded: bool = False) -> Tensor
 def attend_folded(q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
     """Computes `attend_last` with T = S on the CPU, for equal Dk and Dv.
 
-    A `window` above 0 hides the tokens before the window. The tokens are cut into folds. The heads
-    of a group are rows of one product, and a fold reads only the keys that `_cut` yields.
+    A `window` above 0 hides the tokens before the window. The tokens are cut into folds. In a fold,
+    all heads of a group are rows of one product, which reads only the keys that `_cut` yields.
     """
     return _Folded.apply(q, k, v, window)[0]
 

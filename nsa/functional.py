@@ -79,8 +79,8 @@ def nsa_attention(
     and the last document stays in the cache. If the offsets begin with 0, 0 (an empty document),
     the cached document ends.
 
-    Raises ValueError for shapes, dtypes, lengths and a cache that do not fit, and RuntimeError for
-    a cache with gradients.
+    Raises ValueError if the shapes, dtypes, lengths or the cache do not fit. Raises RuntimeError if
+    a cache would have to store gradients.
     """
     _check_shapes(q, k, v, gates)
     _check_positions(q.shape[2], k[0].shape[2], first, cu_seqlens is not None, cache)

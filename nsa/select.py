@@ -156,7 +156,7 @@ def merged_ranges(blocks: Tensor, config: NSAConfig, first: int) -> Tensor:
     """
     size = config.select_block_size
     end = first + torch.arange(1, blocks.shape[2] + 1, device=blocks.device)[:, None]
-    # An index minus its place is the same within a run of blocks, and changes after the run.
+    # Index minus place is constant within a run of neighbouring blocks, and changes after it.
     place = torch.arange(blocks.shape[-1], device=blocks.device)
     run = blocks - place
     last = F.pad(run[..., 1:] != run[..., :-1], (0, 1), value=True)
