@@ -1,8 +1,8 @@
 """Softmax attention of grouped heads, through torch's SDPA or `nsa.partial` (eq. 1, 2).
 
-Shapes, here and in the other modules: B sequences; H query heads; G key heads, one for each group
-of R = H/G query heads; S queries; T keys; Dk, the width of a query or key; Dv, the width of a
-value.
+Letters in the shapes, here and in the other modules:
+    B sequences, S queries, T keys, Dk width of a query or key, Dv width of a value,
+    H query heads, G key heads, R = H/G query heads in the group of a key head
 
 Around SDPA, autocast is suspended, because autocast would round float32 inputs.
 """
@@ -29,8 +29,7 @@ _ALL_BUT_FLASH = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SD
 def allowed_kernels(switches: Switches, refused: bool) -> AbstractContextManager[object]:
     """Returns a context that limits SDPA to the kernels that the switches allow.
 
-    With `refused`, the switch `flash_only` has no effect, because the flash kernel might not
-    support this case.
+    With `refused`, `flash_only` has no effect: the flash kernel might not support this case.
     """
     if switches.no_flash:
         return sdpa_kernel(_ALL_BUT_FLASH)
@@ -42,9 +41,8 @@ def allowed_kernels(switches: Switches, refused: bool) -> AbstractContextManager
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     """Attention (eq. 1, 2) with an additive mask; every query must see at least one key.
 
-    For a batch of N, `q` is `[N, H, S, Dk]`, `k` is `[N, G, T, Dk]`, `v` is `[N, G, T, Dv]`, and
-    the result is `[N, H, S, Dv]`. `bias` has the values 0 and -inf, and broadcasts to `[N, H, S,
-    T]`; None hides no key.
+    The shapes are `q` `[N, H, S, Dk]`, `k` `[N, G, T, Dk]`, `v` `[N, G, T, Dv]` → `[N, H, S, Dv]`.
+    `bias` broadcasts to `[N, H, S, T]`: -inf hides a key, 0 does not. None hides no key.
     """
     k, v, native = expand_kv(q, k, v)
     with no_autocast(q.device):
@@ -54,7 +52,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
 def attend_last(q: Tensor, k: Tensor, v: Tensor, folded: bool = False) -> Tensor:
     """Causal attention of the last S of T tokens to the T tokens; shapes as in `attend`.
 
-    With `folded`, if S = T, the heads of a group are rows of one product (see `Route.folded`).
+    If `folded` and S = T, the heads of a group are rows of one product (see `Route.folded`).
     """
     count, total = q.shape[2], k.shape[2]
     if count < total:
@@ -71,8 +69,8 @@ def attend_last(q: Tensor, k: Tensor, v: Tensor, folded: bool = False) -> Tensor
 def attend_folded(q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
     """Computes `attend_last` with T = S on the CPU, for equal Dk and Dv.
 
-    A `window` above 0 hides the tokens before the window. The tokens are cut into folds. The heads
-    of a group are rows of one product, and a fold reads only the keys that `_cut` yields.
+    A `window` above 0 hides the tokens before the window. The tokens are cut into folds. In a fold,
+    all heads of a group are rows of one product, which reads only the keys that `_cut` yields.
     """
     return _Folded.apply(q, k, v, window)[0]
 
@@ -80,9 +78,9 @@ def attend_folded(q: Tensor, k: Tensor, v: Tensor, window: int = 0) -> Tensor:
 class _Folded(torch.autograd.Function):
     """Computes `attend_folded` and its log-sum-exp, with a backward for all folds together.
 
-    Autograd would allocate a gradient of the size of all tokens for each fold, and sum these. The
-    rows are `[B, G, S · R, D]`, and the log-sum-exp is `[B, G, S · R, 1]`; a fold is a slice of
-    the rows.
+    Autograd would allocate a gradient of the size of all tokens for each fold, and sum these.
+    Queries and outputs are rows `[B, G, S · R, D]`, with a log-sum-exp `[B, G, S · R, 1]`. A fold
+    is a slice of these rows.
     """
 
     @staticmethod
@@ -116,9 +114,9 @@ class _Folded(torch.autograd.Function):
 def _cut(q: Tensor, k: Tensor, window: int) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yields three values for each fold: its rows, its keys, and the mask.
 
-    Without a window, the keys are those that at least one row of the fold sees. With a window, one
-    more key may precede these, and the mask hides that key from all rows. So for w = 512, the
-    number of keys of a whole fold is a multiple of 64.
+    The keys are those that at least one row of the fold sees. With a window, one key before these
+    may be added, which the mask hides from all rows. Then for w = 512, a whole fold has a multiple
+    of 64 keys.
     """
     heads = q.shape[1] // k.shape[1]
     for begin in range(0, q.shape[2], FOLDED_TOKENS):
@@ -130,12 +128,12 @@ def _cut(q: Tensor, k: Tensor, window: int) -> Iterator[tuple[slice, slice, Tens
 
 
 def _rows(x: Tensor, groups: int) -> Tensor:
-    """`[B, H, S, D]` → `[B, G, S · H/G, D]`: a token's heads in a group are neighbouring rows."""
+    """`[B, H, S, D]` → `[B, G, S · R, D]`; the heads of a token are neighbouring rows."""
     return x.unflatten(1, (groups, -1)).transpose(2, 3).flatten(2, 3)
 
 
 def _heads(rows: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Joins pieces with the shape of `_rows` to `[B, H, S, D]`, with as many heads as `like`.
+    """Joins pieces of the result of `_rows` to `[B, H, S, D]`; H is the number of heads of `like`.
 
     The layout in memory is [B, S, H, D], so that merging the heads needs no copy.
     """
@@ -150,10 +148,9 @@ def causal_mask(
 ) -> Tensor:  # fmt: skip
     """Returns an additive mask `[count · heads, n_keys]` with the dtype and device of `like`.
 
-    The queries have the positions first, first + 1, …, each for `heads` rows; the keys have the
-    positions 0, `stride`, 2 · `stride`, …. Positions count from any token that the caller chooses.
-    A query sees the keys up to its own position; with a `window`, only those that are less than
-    `window` positions before the query.
+    Query i has the position first + i, and `heads` rows. Key j has the position j · `stride`.
+    Positions count from any token that the caller chooses. A query sees the keys up to its own
+    position. With a `window`, it does not see keys that are `window` or more positions before it.
     """
     return _causal_mask(first, count, n_keys, heads, window, stride, like.device, like.dtype)
 

@@ -38,9 +38,8 @@ def merge_heads(x: Tensor) -> Tensor:
 class NSAttention(nn.Module):
     """A layer of `nsa_attention`, with projections of the input and of the output.
 
-    `fallbacks` has, by reason (`Route.fallback`), how often a route with a fallback was chosen;
-    calls that torch.compile traces are not counted. `nvtx` marks the branches as ranges for Nsight
-    Systems.
+    `fallbacks` counts by reason the calls that chose a route with a fallback (`Route.fallback`),
+    except calls that torch.compile traces. `nvtx` marks the branches as ranges for Nsight Systems.
     """
 
     nvtx = False
@@ -104,8 +103,8 @@ class NSAttention(nn.Module):
     def project(self, x: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """Returns three values: the queries, the keys and the values, none of them rotated.
 
-        The queries are `[B, H, S, Dk]`. The keys `[B, G, S, Dk]` and the values `[B, G, S, Dv]` are
-        lists with one tensor each for the compressed, the selected and the window branch.
+        The queries are `[B, H, S, Dk]`. The keys are three tensors `[B, G, S, Dk]`, and the values
+        three tensors `[B, G, S, Dv]`: for the compressed, the selected and the window branch.
         """
         y = self.qkv(x)
         if x.device.type == "cpu":

@@ -13,7 +13,7 @@ MASKED_UP_TO = {"cpu": 512}
 """Most keys for which several queries use masks in the selected branch, by device type."""
 MASKED_UP_TO_ELSEWHERE = 4096
 FLASH_ATTN_INSTALLED = importlib.util.find_spec("flash_attn") is not None
-"""The search is made only once, because it takes 0.1 ms and torch.compile cannot trace it."""
+"""Found once at the import: the search takes 0.1 ms, and torch.compile cannot trace it."""
 FLASH_ATTN_LARGEST_HEAD = 256
 FOLDED_UP_TO = 1024
 """Largest number of keys that a query may see in a route with folded heads (`Route.folded`)."""
@@ -80,7 +80,7 @@ class Case:
     """Position of the first of the `seq_len` queries; the keys begin at position 0."""
     batch: int = 1
     threads: int = 0
-    """Threads that torch uses on the CPU; 0 if unknown, as while torch.compile traces."""
+    """Threads of torch on the CPU; 0 if not known, for example while torch.compile traces."""
 
     @property
     def total(self) -> int:
@@ -107,9 +107,9 @@ class Route:
     fallback: str = ""
     """Why `flash_only` or `use_fa2` cannot have its effect on the route, or ""."""
     folded: bool = False
-    """True if the heads of a group are rows of one product: in the whole window branch, or in the
-    causal part of another branch. This is done only on a CPU, if the batch has at least one group
-    per thread, because the kernel's backward assigns whole groups to threads."""
+    """True if the heads of a group are rows of one product. This concerns the whole window branch,
+    and the causal part of another branch. It is done only on a CPU with at least one group in the
+    batch per thread, because the kernel's backward assigns whole groups to threads."""
 
 
 @dataclass(frozen=True, slots=True)

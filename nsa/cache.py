@@ -12,11 +12,11 @@ SMALLEST_BUFFER = 64
 
 
 class Rows:
-    """Rows `[B, G, n, D]` in one buffer with spare room, so that most appends copy only new rows.
+    """Rows `[B, G, n, D]` in a buffer with spare room, so that most appends copy only the new rows.
 
-    A buffer without room for the new rows is replaced by one for about a quarter more rows, or for
-    `capacity` rows if this is more. With `keep`, the buffer has twice `keep` rows, and only the
-    last `keep` rows stay after an `append`.
+    If the buffer has no room for new rows, a larger buffer replaces it, with room for a quarter
+    more rows than needed, and for at least `capacity` rows. With `keep`, the buffer has room for
+    2 · `keep` rows, and only the last `keep` rows stay after an `append`.
     """
 
     def __init__(self, keep: int | None = None, capacity: int = 0) -> None:
@@ -27,8 +27,8 @@ class Rows:
     def append(self, new: Tensor) -> Tensor:
         """Returns the stored rows and `new` as one tensor.
 
-        Raises RuntimeError if `new` needs a gradient, and ValueError if its number of sequences or
-        groups differs.
+        Raises RuntimeError if `new` needs a gradient. Raises ValueError if the number of sequences
+        or of groups in `new` differs from the stored rows.
         """
         if new.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("a decoding cache stores no gradients; use torch.no_grad().")

@@ -2,8 +2,8 @@
 
 From token 2 · l' on, every query selects block 0, its current block and the block before the
 current block. The keys of these three blocks are the near keys of the query. The other pairs of a
-query and a selected block are sorted by their blocks, and cut into tiles. A tile has queries that
-selected the same block, so its attention is a product of dense matrices. The near keys of a query
+query and a selected block are sorted by block, and cut into tiles. All queries of a tile selected
+the same block, so the attention of a tile is a product of dense matrices. The near keys of a query
 give one part of the query's output, and each tile with this query gives another part. The parts are
 combined by their log-sum-exps. The backward computes the probabilities again from the saved inputs
 and log-sum-exps.
@@ -13,8 +13,8 @@ which belongs to no query. The slots without a query refer to this row.
 
 Tokens t < n · l' select every block that has begun, so they use plain causal attention.
 
-Shapes are as in `nsa.attend`, with C queries in a chunk. A row, except the spare row, belongs to
-one sequence, group and token, and has R heads.
+Shapes are as in `nsa.attend`, with C queries in a chunk. A row has R heads. Each row except the
+spare row belongs to one sequence, group and token.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from nsa.precision import no_autocast, upcast_fp32
 from nsa.select import attend_selected
 
 CHUNK = 8192
-"""Most tokens in a chunk, which begins with a block; a larger block is a chunk of its own."""
+"""Most tokens in a chunk of whole blocks; a larger block is a chunk of its own."""
 TILE_ROWS = 768
 """Most slots of a tile with more than 8 slots, times the heads of a group. A lower number makes the
 products slow, and a higher number leaves more slots empty."""
@@ -49,8 +49,8 @@ def attend_chunked(
     """Causal attention to the selected blocks (eq. 12); shapes as in `nsa.select.attend_selected`.
 
     `blocks` may lack the tokens t < n · l' of the sequence. `flash` allows torch's flash kernel for
-    the parts. The first chunk begins with the first token of a block. The queries before this token
-    use plain causal attention if they select all blocks, or else a mask.
+    the parts. The first chunk begins with the first token of a block. For the queries before that,
+    plain causal attention suffices if they select all blocks; otherwise a mask is used.
     """
     size, (count, total) = config.select_block_size, (q.shape[2], k.shape[2])
     past, all_seen = total - count, config.n_select * size
@@ -78,8 +78,8 @@ def _tiled(
 ) -> tuple[Tensor, Tensor]:
     """Returns the output `[B, S, H, Dv]`, and the log-sum-exp `[B, S, H]` in float32 or wider.
 
-    This is a custom operator, because on a CPU the number of tiles depends on the data, and
-    torch.compile cannot trace such a number.
+    This is a custom operator, because torch.compile cannot trace it: on a CPU, the number of tiles
+    depends on the data.
     """
     keys, values = _Blocks.cut(k, size), _Blocks.cut(v, size)
     batch, heads, seq_len, _ = q.shape
@@ -161,11 +161,11 @@ _tiled.register_autograd(_backward, setup_context=_keep)
 class _Joined:
     """Sums the weighted outputs of the parts of each query, one `_Tiles` after the other.
 
-    So the largest log-sum-exp of a query is known only at the end. A weight is exp(log-sum-exp of
-    the part - reference of the query). At first, a reference is the log-sum-exp of the near keys.
-    References below a part are raised to it. On a CPU, this is done only for a `_Tiles` with a part
-    that is more than `FARTHEST_AHEAD` above its reference; on a GPU, where the host does not wait
-    for this check, it is always done.
+    A weight is exp(log-sum-exp of the part - reference of the query). The best reference, the
+    largest log-sum-exp of the query, is known only at the end. So the reference begins as the
+    log-sum-exp of the near keys, and is raised to a larger log-sum-exp of a later part. On a CPU,
+    `add` does this only if a part is more than `FARTHEST_AHEAD` above its reference. On a GPU,
+    `add` always does this, because the host would have to wait for the comparison.
     """
 
     def __init__(self, near: Tensor, near_lse: Tensor) -> None:
@@ -210,8 +210,8 @@ class _Chunk:
     blocks: Tensor
     """`[B, G, C, n - 3]`: the selected blocks except the three blocks of the near keys."""
     bias: Tensor
-    """Additive mask `[l' · R, 3 · l']` for the queries of a block and its near keys, in the order:
-    block 0, the block before, the block itself."""
+    """Additive mask `[l' · R, 3 · l']` for the queries of a block and their near keys: first the
+    keys of block 0, then of the block before, then of the block itself."""
 
     def rows(self, x: Tensor, spare: float = 0.0) -> Tensor:
         """Returns the rows of the chunk, and then the spare row.
@@ -229,7 +229,7 @@ class _Chunk:
     def fold(self, rows: Tensor) -> Tensor:
         """Groups the rows of the chunk by block, without the spare row.
 
-        `[B · G · C + 1, R, X]` → `[B · G · blocks, 1, l' · R, X]`; the last block is padded with
+        `[B · G · C + 1, R, X]` → `[B · G · blocks, 1, l' · R, X]`. The last block is padded with
         zeros.
         """
         x, spare = rows[:-1], -self.blocks.shape[2] % self.size
@@ -272,7 +272,7 @@ class _Chunk:
         most = (len(order) + all_blocks * (slots - 1)) // slots
         tile_block = _block_of(n_tiles, most)
         first_tile = n_tiles.cumsum(0) - n_tiles
-        # For each pair, in the order of the blocks: its slot among the slots of all tiles.
+        # For each pair, in the order of the blocks: its index among the slots of all tiles.
         slot = (first_tile * slots - begin[:-1])[block] + torch.arange(len(block), device=device)
         row = order.new_full((len(tile_block) * slots,), batch * groups * tokens)  # the spare row
         row.scatter_(0, slot, order // picks)
@@ -290,10 +290,10 @@ def _host_may_wait(x: Tensor) -> bool:
 
 
 def _block_of(tiles: Tensor, most: int) -> Tensor:
-    """Returns the block of each tile; `tiles` `[blocks]` is the number of tiles of each block.
+    """Returns the block of each tile. `tiles` `[blocks]` has the number of tiles of each block.
 
-    If the host may not wait for the sum of `tiles`, the number of tiles is `most`, and the surplus
-    tiles have only spare slots.
+    On a GPU, the host does not wait for the sum of `tiles`. The result then has `most` tiles; the
+    surplus tiles have only spare slots.
     """
     end = tiles.cumsum(0)
     count = int(end[-1]) if _host_may_wait(end) else most
@@ -342,7 +342,8 @@ class _Blocks:
         return cls(wide.unflatten(2, (-1, size)).contiguous())
 
     def near(self, chunk: _Chunk) -> Tensor:
-        """Returns block 0, the block before, and the block itself, for each block of the chunk.
+        """Returns the near keys of each block of the chunk: block 0, the previous and the own
+        block.
 
         The shape is `[B · G · blocks, 1, 3 · l', D]`.
         """

@@ -1,7 +1,7 @@
-"""The compressed branch: attention to summaries of blocks (eq. 7), and p_cmp (eq. 8, 10).
+"""The compressed branch: attention to summaries of blocks (eq. 7), and their weights p_cmp (eq. 8).
 
-p_cmp decides which blocks are selected. Therefore this branch computes in float32 or wider,
-whatever the dtype of the model, and also under autocast.
+p_cmp decides which blocks are selected. Therefore this branch always computes in float32 or wider,
+also under autocast.
 """
 
 from collections.abc import Callable, Iterator
@@ -88,9 +88,9 @@ def summaries(
 ) -> tuple[Tensor, Tensor]:
     """Returns keys and values of the complete compressed blocks (eq. 7), `[B, G, N, D]`.
 
-    `k` and `v` `[B, G, T, D]` are unrotated and begin with the first token of block `first_block`.
-    The results are in float32 or wider, and the keys are rotated to the positions of the blocks'
-    last tokens.
+    `k` and `v` `[B, G, T, D]` are not rotated, and begin with the first token of block
+    `first_block`. The results are in float32 or wider. Each key is rotated to the position of its
+    block's last token.
     """
     size, stride = config.block_size, config.block_stride
     k_blocks, v_blocks = (
@@ -104,9 +104,9 @@ def attend_compressed(
 ) -> Tensor:
     """Returns the attention of each token to the compressed blocks that the token sees.
 
-    `first` is the position of the first token. `q` `[B, H, S, Dk]`, `k` `[B, G, N, Dk]`, `v` `[B,
-    G, N, Dv]` → `[B, H, S, Dv]`, computed in float32 or wider, in the dtype of `q`. Tokens
-    t < size - 1 see no block, so their rows are exactly 0.
+    `first` is the position of the first token. The shapes are `q` `[B, H, S, Dk]`, `k`
+    `[B, G, N, Dk]`, `v` `[B, G, N, Dv]` → `[B, H, S, Dv]`. The result is computed in float32 or
+    wider, and has the dtype of `q`. Tokens t < size - 1 see no block, so their rows are exactly 0.
     """
     seeing = list(_seeing(q, k, size, stride, first, CHUNK))
     # All slices come from one split, because the gradient of each separate slice would be as large
@@ -129,15 +129,15 @@ def attend_compressed(
 def weights_in_chunks(
     q: Tensor, k: Tensor, size: int, stride: int, first: int = 0
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Yields p_cmp (eq. 8), summed over each group's heads (eq. 10), for one chunk after the other.
+    """Yields p_cmp (eq. 8) chunk by chunk, summed over the heads of each group (eq. 10).
 
-    Eq. 10 sums p_sel. Eq. 9 computes p_sel from p_cmp by a linear map, so p_cmp can be summed
-    first. The scores have the factor 1 / sqrt(Dk) of the attention, which eq. 8 omits.
+    Eq. 10 sums p_sel over the heads. p_sel is linear in p_cmp (eq. 9), so p_cmp can be summed
+    instead. The scores have the factor 1 / sqrt(Dk) of the attention, which eq. 8 omits.
 
-    Each item has two values: the slice of the tokens, and p_cmp `[B, G, tokens, n]` in float32 or
-    wider; n is the number of blocks that the last of these tokens sees. Shapes and `first` are as
-    in `attend_compressed`. Tokens that see no block are left out. The caller must suspend
-    gradients, because torch.compile accepts no generator that does so itself.
+    Each item has two values: the slice of the chunk's tokens, and p_cmp `[B, G, tokens, n]` in
+    float32 or wider. n is the number of blocks that the last token of the chunk sees. Shapes and
+    `first` are as in `attend_compressed`. Tokens that see no block are left out. The caller must
+    suspend gradients, because torch.compile accepts no generator that does so itself.
     """
     for rows, n, mask in _seeing(q, k, size, stride, first, SCORE_CHUNK):
         with no_autocast(q.device):
@@ -153,11 +153,11 @@ def _seeing(
 ) -> Iterator[tuple[slice, int, Tensor | None]]:
     """Yields chunks of the queries that see a block.
 
-    Each item has three values: the rows, the number of blocks that the last row sees, and the mask.
-    Block i ends with token i · d + l - 1, so token t sees it if i · d ≤ t - (l - 1). This is a
-    causal mask of queries at t - (l - 1), which is `latest` for row `start`, and keys at 0, d, 2 ·
-    d, …; with l = 32 and d = 16, token 47 is at 16 and sees the blocks 0 and 1. For a chunk of one
-    query, the mask is None. `start` and `end` are rows of `q`.
+    Each item has three values: the rows of `q`, the number of blocks that the last row sees, and
+    the mask (None for a single row). Block i begins with token i · d and ends with token
+    i · d + l - 1. So token t sees it if i · d ≤ t - (l - 1). That is a causal mask with the key of
+    block i at i · d, and the query of token t at t - (l - 1). For example, with l = 32 and d = 16,
+    the query of token 47 is at 16, so it sees the blocks at 0 and 16.
     """
     begin, like = max(size - 1 - first, 0), upcast_fp32(k[:, :, :0])
     for start in range(begin, q.shape[2] if k.shape[2] else 0, chunk):

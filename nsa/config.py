@@ -132,18 +132,18 @@ def flops_per_token(config: ModelConfig, seq_len: int, causal: bool) -> float:
     """Returns the training FLOPs (forward and backward) per token of a sequence.
 
     A multiply-add is 2 operations; the backward pass has twice the operations of the forward pass.
-    Embedding look-up, norms, rotary embedding, softmax and the optimizer are not counted, nor is
-    recomputation.
+    Embedding look-up, norms, rotary embedding, softmax, the optimizer and recomputation are not
+    counted. The result is the sum of these terms:
 
-        6 · (weights that multiply each token, output head included)
-      + per layer: 6 · phi's weights · G · compressed blocks / seq_len         (NSA, phi = mlp)
-      + per layer and head, attention:
-          causal=False: 6 · (d_k + d_v) · seq_len — the usual figure (PaLM, App. B),
-                        which counts all keys for each query, for any kind of attention;
-          causal=True:  6 · (d_k + d_v) · keys + 2 · d_k · compressed keys
-                        where `keys` is the exact mean over the queries of the number of keys in
-                        all branches together, and the second term, only for NSA, is the score
-                        pass of the selection, which has no backward.
+        6 · weights that multiply each token, with the output head
+        6 · phi's weights · G · compressed blocks / seq_len, per layer          (NSA, phi = mlp)
+        6 · (d_k + d_v) · keys, per layer and head                              (attention)
+        2 · d_k · compressed keys, per layer and head                           (NSA, causal=True)
+
+    With causal=False, `keys` is `seq_len` for any kind of attention: the usual figure (PaLM, App.
+    B). With causal=True, `keys` is the exact mean over the queries of the keys that a query sees in
+    all branches; `compressed keys` is this mean for the compressed branch alone. The last term is
+    the score pass of the selection, which has no backward.
     """
     weights = config.n_layers * _layer_matmul_weights(config) + config.vocab_size * config.dim
     total = 6.0 * weights

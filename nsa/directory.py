@@ -29,10 +29,10 @@ def save_model(
 ) -> None:
     """Writes the configuration and the weights of a model to a directory.
 
-    `facts` are added to the metadata of the weights. After an interrupted write, the directory has
-    its earlier model or no `config.json`, so `load_model` accepts no mixture. Raises OSError, for
-    example if the directory has a `config.json` of another kind. Raises ValueError for a model with
-    `force_branch` or `uniform_gate`.
+    `facts` are added to the metadata of the weights. An interrupted write leaves the earlier model
+    or no `config.json`, so `load_model` never returns a mixture. Raises OSError, for example if the
+    directory has a `config.json` of another kind. Raises ValueError for a model with `force_branch`
+    or `uniform_gate`.
     """
     if any(layer.switches.fixed_gate for layer in model.attention_layers()):
         raise ValueError("a directory cannot describe force_branch or uniform_gate of a model")

@@ -1,8 +1,8 @@
 """Documents packed in one sequence: each document is computed as if it were alone.
 
-Each document is a separate sequence for every kernel, so positions, compressed blocks, selection
-and window begin anew in each document; only a first document that continues a cached document does
-not begin anew. Without a cache, documents of the same length are computed as one batch.
+Each document is a separate sequence for every kernel. So positions, compressed blocks, selection
+and window begin anew, except in a first document that continues a cached document. Without a cache,
+documents of the same length are computed as one batch.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,8 +34,8 @@ def each_document(
     """Returns the results of `attend(*parts)` for each document, `[B, H, S, D]`.
 
     Each of the parts is `[B, …, S, …]` with S tokens along dimension 2. With a decoding cache, the
-    first document continues the cached document, and the last document stays in the cache. An empty
-    first document before another document ends the cached document.
+    first document continues the cached document, and the last document stays in the cache. If the
+    first document is empty and another follows, the cached document ends.
     """
     pieces = [part.split(list(lengths), dim=2) for part in parts]
     batch, found = parts[0].shape[0], dict[int, Tensor]()

@@ -32,8 +32,8 @@ class Execution:
     """The way to compute `nsa_attention`.
 
     Only the switches `force_branch` and `uniform_gate` change the result by more than rounding.
-    These two replace the gates. `observe` is called with the rotated queries and compressed keys,
-    if there are queries and `first` is 0; of packed documents, only for the longest ones. `nvtx`
+    These two replace the gates. `observe` gets the rotated queries and compressed keys of each call
+    with queries and with `first` = 0. Of packed documents, it gets only the longest ones. `nvtx`
     marks the branches as ranges for Nsight Systems. `routes` replaces the table in `nsa.backends`.
     """
 
@@ -52,34 +52,35 @@ def nsa_attention(
     """Returns the gated sum of the three branches (eq. 5) for S queries, `[B, H, S, Dv]`.
 
     Each branch is attention to its own keys and values (eq. 3, 4). `q` is `[B, H, S, Dk]`. `k` and
-    `v` have three tensors each: keys `[B, G, T, Dk]` and values `[B, G, T, Dv]` of the compressed,
-    selected and window branch (section 3.3.3), in the dtype of `q`. Head h belongs to group
-    h // (H/G). `gates` is `[B, S, H, 3]`, with the branches in the same order. Queries and keys are
-    not rotated yet.
+    `v` have one tensor for each branch, in the order compressed, selected, window (section 3.3.3).
+    A tensor of keys is `[B, G, T, Dk]`, and a tensor of values is `[B, G, T, Dv]`. All have the
+    dtype of `q`. Head h belongs to group h // (H/G). `gates` is `[B, S, H, 3]`, with the branches
+    in this order. Queries and keys are not rotated yet.
 
     Compressed branch: `phi` maps each block of l unrotated keys to one key, and each block of l
     values to one value (eq. 7). The default is the mean; `nsa.compress.make_phi` makes the modules
     for an MLP. The configuration's `compress`, `gate` and `gate_hidden` do not change the result;
-    they are for the layer `NSAttention`. Keys are compressed before the rotary embedding, because
+    they are for the layer `NSAttention`. Keys are compressed before they are rotated, because
     averaging or mixing rotated keys would cancel their fast components. A compressed key is then
-    rotated to the position of its block's last token; queries from this position on see the key.
-    Selected branch: the attention weights of the compressed keys (eq. 8) give scores of blocks of
-    l' tokens (eq. 9), summed over the heads of a group (eq. 10); each query attends to at most n
-    blocks: the first, two local ones, and the best of the others (eq. 11, 12). Window branch: the
-    last w tokens.
+    rotated to the position of its block's last token. Queries from this position on see the key.
+    Selected branch: each query attends to at most n blocks of l' tokens. These are the first block,
+    two local blocks, and the blocks with the highest scores (eq. 11, 12). The attention weights of
+    the compressed keys (eq. 8) give the scores of the blocks (eq. 9). The heads of a group select
+    together: their scores are summed (eq. 10). Window branch: each query attends to the last w
+    tokens, including itself.
 
-    `first` is the position of the first query. Without a `cache`, T = first + S. With a `cache`, k
-    and v are only the keys and values of the S queries; the cache has the `first` tokens before
-    these queries, and is extended. So one token with a cache is a decoding step, several tokens
-    with a cache are a block of a prefill, and all tokens without a cache are a training forward.
+    `first` is the position of the first query. Without a `cache`, T = first + S. With a `cache`,
+    T = S: the cache already has the `first` tokens before the queries, and the call appends the S
+    tokens. Training passes all tokens without a cache, a prefill passes several tokens with a
+    cache, and decoding passes one token with a cache.
 
-    `cu_seqlens` are the offsets 0, …, S of documents packed in the sequence; each document is
+    `cu_seqlens` are the offsets 0, …, S of documents packed in the sequence. Each document is
     computed as if it were alone. With a cache, the first document continues the cached document,
-    and the last document stays in the cache. To end the cached document instead of continuing it,
-    begin with an empty document: offsets 0, 0, ….
+    and the last document stays in the cache. If the offsets begin with 0, 0 (an empty document),
+    the cached document ends.
 
-    Raises ValueError for shapes, dtypes, lengths and a cache that do not fit, and RuntimeError for
-    a cache with gradients.
+    Raises ValueError if the shapes, dtypes, lengths or the cache do not fit. Raises RuntimeError if
+    a cache would have to store gradients.
     """
     _check_shapes(q, k, v, gates)
     _check_positions(q.shape[2], k[0].shape[2], first, cu_seqlens is not None, cache)
@@ -110,9 +111,9 @@ def _extended(
     """Appends the next tokens to the cache.
 
     Returns two values: keys and values of the selected and the window branch, and the compressed
-    blocks. Before and after the call, the cache has the compressed blocks that are complete, and of
-    the compressed branch at least the rows from the first token of the next block on. Raises
-    ValueError for the cache of another configuration.
+    blocks. Before and after the call, the cache has all complete compressed blocks, and the rows of
+    the compressed branch from the first token of the next block on. It may have some rows before
+    that token. Raises ValueError for the cache of another configuration.
     """
     if cache.config != config:
         raise ValueError(f"the cache is for {cache.config}, not for {config}; make a new cache.")
@@ -176,9 +177,9 @@ def _branches(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the outputs of the compressed, selected and window branch, `[B, H, S, Dv]` each.
 
-    The S queries have the positions first, first + 1, …. `kv` are the rotated keys, and the values,
-    of the selected and the window branch, up to the last query. Those of the selected branch begin
-    at position 0.
+    The S queries have the positions first, first + 1, …. `kv` are the keys (rotated) and values of
+    the selected branch, then of the window branch. Both end at the last query. The keys of the
+    selected branch begin at position 0.
     """
     k_sel, v_sel, k_win, v_win = kv
     assert how.routes is not None
@@ -261,7 +262,7 @@ def routes_of(
 
 
 def gated_sum(gates: Tensor, cmp: Tensor, sel: Tensor, win: Tensor) -> Tensor:
-    """Eq. 5: gates `[B, S, H, 3]` and three branches `[B, H, S, Dv]` → `[B, H, S, Dv]`."""
+    """Returns the gated sum (eq. 5) of branches `[B, H, S, Dv]`; `gates` is `[B, S, H, 3]`."""
     return _GatedSum.apply(gates, cmp, sel, win)
 
 

@@ -12,8 +12,8 @@ class Gate(nn.Module):
     """Branch weights per token and head from the layer's input, in the order cmp, sel, win.
 
     With "sigmoid" (the paper) the weights are independent. With "softmax" the weights add up to 1.
-    If `hidden` is 0, the logits are linear in the input; otherwise they are an MLP of the input
-    with one hidden layer of that width (the paper, section 3.2).
+    `hidden` is the width of the hidden layer of an MLP that computes the logits (the paper, section
+    3.2). If `hidden` is 0, the logits are linear in the input.
     """
 
     def __init__(self, dim: int, n_heads: int, kind: str, hidden: int = 0) -> None:
@@ -41,9 +41,8 @@ def fixed_gates(gates: Tensor, shares: tuple[float, ...]) -> Tensor:
 def branch_shares(logits: Tensor, kind: str) -> Tensor:
     """Returns each branch's share of the weights, `[..., 3]`, in float32; the sum is 1.
 
-    For the softmax gate, the shares are the weights. For the sigmoid gate, the shares are the
-    weights divided by the sum of the weights. They are computed from logits, so that they are
-    defined even if all three weights are 0.
+    For the softmax gate, the shares are the weights. For the sigmoid gate, they are the weights
+    divided by their sum, but computed from the logits, because all weights may be rounded to 0.
     """
     logits = logits.detach().float()
     return (F.logsigmoid(logits) if kind == "sigmoid" else logits).softmax(-1)

@@ -35,8 +35,9 @@ class NSACache:
     """The decoding caches of a batch whose rows are padded on the left.
 
     Rows with the same padding share their caches, and are computed together, without the padding.
-    So positions, blocks and windows are the same as for the row alone. `padding` has the number of
-    padded tokens of each row; `columns` counts the tokens of a row with its padding.
+    So each row has the same positions, blocks and windows as if it were alone. `padding` is the
+    number of padded tokens of each row; `columns` is the number of tokens of a row, with its
+    padding.
     """
 
     is_compileable = is_croppable = False
@@ -112,13 +113,13 @@ class NSAForCausalLM(transformers.PreTrainedModel, transformers.GenerationMixin)
         """int64 `[B, S]` → logits `[B, S, V]`.
 
         If `logits_to_keep` is not 0, only the logits of this number of last tokens are returned.
-        `attention_mask` `[B, T]` is 0 for padding on the left; its columns are the cached tokens
-        and the new tokens. The logits of padding are 0. The tokens follow those in
+        `attention_mask` `[B, T]` is 0 for padding on the left. Its columns are the cached tokens
+        and then the new tokens. The logits of padding are 0. The tokens follow those in
         `past_key_values`; without a cache, `use_cache` makes a new cache. With `labels` `[B, S]`,
-        the result has the mean loss of the next tokens; padding and labels of -100 are left out. A
-        mask on a GPU is not read if there is a cache, because reading it waits for the device.
-        Raises ValueError for another kind of cache or a cache of another batch, for another kind of
-        mask if it is read, and for labels without the logits of all tokens.
+        the result has the mean loss of the next tokens, without padding and labels of -100. A mask
+        on a GPU is read only without a cache, because reading it waits for the device. Raises
+        ValueError for a cache of another kind or batch, for a mask that is read and invalid, and
+        for labels without the logits of all tokens.
         """
         batch, count = input_ids.shape
         cache = past_key_values

@@ -34,7 +34,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """One layer: first x = x + attention(norm(x)), then x = x + mlp(norm(x))."""
 
     def __init__(self, config: ModelConfig, switches: Switches | None = None) -> None:
         super().__init__()
@@ -72,8 +72,8 @@ class Transformer(nn.Module):
     def reset_parameters(self, draw: Draw = draw_normal) -> None:
         """Initialises all parameters; `draw` fills a weight from a normal distribution of mean 0.
 
-        The standard deviation is `init_std`. It is divided by sqrt(2 · n_layers) in `attn.out` and
-        `mlp.down`, which add to the residual stream, as in GPT-2. Inside phi, it is
+        The standard deviation is `init_std`. As in GPT-2, it is divided by sqrt(2 · n_layers) in
+        `attn.out` and `mlp.down`, which add to the residual stream. Inside phi, it is
         1 / sqrt(fan-in). Norms start at 1; the gate's bias and phi's positions start at 0.
         """
         std = self.config.init_std
@@ -113,11 +113,10 @@ class Transformer(nn.Module):
     def read_stats(self) -> dict[str, Tensor]:
         """Returns the statistics of the last forward that `collect_stats` covered.
 
-        They are on the device of the model. The keys are names in `nsa.stats`: `gate_entropy_mean`,
-        `gate_entropy_min`, `gate_entropy_layers` `[L]` (nats), `gate_max_gate`,
-        `gate_collapse_frac`, `gate_branch_shares` `[3]` (cmp, sel, win), and those `sel_*` that are
-        not absent (see `selection_stats`). The result is empty before such a forward and for dense
-        attention. Reading a value waits for the device.
+        The result is empty before such a forward, and for dense attention. `nsa.stats` explains the
+        keys: `gate_entropy_mean`, `gate_entropy_min`, `gate_entropy_layers` `[L]`, `gate_max_gate`,
+        `gate_collapse_frac`, `gate_branch_shares` `[3]`, and the keys of `selection_stats`. The
+        values are on the device of the model, so reading a value waits for the device.
         """
         found = [layer.stats for layer in self._sparse_layers() if layer.stats]
         return over_layers(found) if found else {}

@@ -1,10 +1,10 @@
 """Attention to a part of the keys, forward and backward, for callers that combine the parts.
 
-The forward of a part returns its output and its log-sum-exp, from which the caller computes the
-part's weight. Besides its inputs and the gradient of the output, the backward of a part needs only
-the log-sum-exp and the output over *all* keys, because the probabilities are exp(score - lse). On
-the CPU both directions use the flash kernels if torch has them, the caller allows them and Dk = Dv.
-All other cases use plain matrix products.
+The forward of a part returns its output and its log-sum-exp (lse); the lse gives the weight of the
+part. The backward of a part computes the probabilities again, as exp(score - lse). Besides its
+queries, keys and values, it needs the output over *all* keys, with its gradient and lse. On a CPU
+with Dk = Dv, both directions use torch's flash kernels, if torch has them and the caller allows
+them. All other cases use plain matrix products.
 """
 
 from collections.abc import Sequence
@@ -31,8 +31,8 @@ def attend_part(
 ) -> tuple[Tensor, Tensor]:
     """Returns two values: the output `[N, G, M, Dv]` and the log-sum-exp `[N, G, M, 1]`.
 
-    `q` is `[N, G, M, Dk]`, `k` is `[N, G, T, Dk]`, `v` is `[N, G, T, Dv]`, `bias` is `[M, T]`. Each
-    query must see at least one key.
+    The shapes are `q` `[N, G, M, Dk]`, `k` `[N, G, T, Dk]`, `v` `[N, G, T, Dv]`, `bias` `[M, T]`.
+    Each query must see at least one key.
     """
     if flash and _flash_serves(q, v):
         out, lse = _flash(q, k, v, attn_mask=bias)

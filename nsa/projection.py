@@ -8,8 +8,8 @@ from torch import Tensor, nn
 class Projection(nn.Linear):
     """Named projections without bias; their weights are consecutive rows of one parameter.
 
-    One large product is faster than several narrow products. In the backward, one product sums the
-    gradient of the input, so this gradient is not rounded after each projection.
+    One large product is faster than several narrow products. In the backward, one product computes
+    the gradient of the input, so this sum is rounded once, not after each projection.
     """
 
     def __init__(self, dim: int, widths: Mapping[str, int]) -> None:

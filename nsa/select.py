@@ -1,4 +1,4 @@
-"""The selected branch: scores and choice of blocks (eq. 9, 11, 12), and attention to them.
+"""The selected branch: scores blocks, selects some, and attends to these (eq. 9, 11, 12).
 
 The branch is named `sel` here and `slc` in the paper; `p_sel` is the paper's p^slc.
 """
@@ -18,14 +18,14 @@ from nsa.tables import cached_table
 def overlap_weights(
     n_cmp: int, n_blocks: int, config: NSAConfig, device: torch.device, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Returns two values: compressed blocks that overlap each selection block, and the overlaps.
+    """Returns two values: the compressed blocks that overlap each selection block, and weights.
 
-    Both are `[terms, n_blocks]`, with blocks in ascending order. An overlap is the fraction of the
-    compressed block that lies inside the selection block, or 0 for unused terms. With l=32, d=16,
-    l'=64 the weights are 1/2, 1, 1, 1, 1/2 for blocks 4j-1 … 4j+3. These are the counts 1, 2, 2, 2,
-    1 of the double sum in eq. 9, times d/l; this factor does not change the choice. The indices
-    have + m - n; the indices - m - n of eq. 9, as printed, would select earlier tokens. This
-    function works for any l, d and l'.
+    Both are `[terms, n_blocks]`, with blocks in ascending order. A weight is the fraction of the
+    compressed block that lies inside the selection block, or 0 for an unused term. With l=32, d=16,
+    l'=64, selection block j overlaps the compressed blocks 4j-1 … 4j+3 with the weights 1/2, 1, 1,
+    1, 1/2. The double sum in eq. 9 counts them 1, 2, 2, 2, 1 times; the constant factor d/l does
+    not change the choice. Eq. 9 is printed with the index 4j - m - n, which would select earlier
+    tokens; the index used here is 4j + m - n. This function works for any l, d and l'.
     """
     size, stride, wide = config.block_size, config.block_stride, config.select_block_size
     begin = torch.arange(n_blocks, device=device) * wide
@@ -45,8 +45,8 @@ def block_status(
 ) -> Tensor:
     """Returns an additive mask `[end - first, blocks]` for the tokens first … end - 1.
 
-    The mask is +inf for the blocks that a query must select, -inf for blocks that start after the
-    query, and 0 for all other blocks.
+    The value is +inf for a block that the query must select, -inf for a block that starts after the
+    query, and otherwise 0.
     """
     current = torch.arange(first, end, device=device)[:, None] // config.select_block_size
     block = torch.arange(selection_blocks(config, end), device=device)[None, :]
@@ -59,8 +59,8 @@ def block_status(
 def importance(p_cmp: Tensor, config: NSAConfig, n_blocks: int) -> Tensor:
     """Returns p_sel (eq. 9) `[..., n_blocks]` from `p_cmp` `[..., n]`.
 
-    The sum is computed term by term, so selection blocks with equal terms have equal scores to the
-    last bit. In a matrix product, the rounding could depend on the position.
+    The sum is computed term by term, so that blocks with equal terms have exactly equal scores. A
+    matrix product could round them differently.
     """
     blocks, weights = overlap_weights(p_cmp.shape[-1], n_blocks, config, p_cmp.device, p_cmp.dtype)
     p_sel = p_cmp.new_zeros(*p_cmp.shape[:-1], n_blocks)
@@ -71,10 +71,10 @@ def importance(p_cmp: Tensor, config: NSAConfig, n_blocks: int) -> Tensor:
 
 @torch.no_grad()
 def block_scores(q: Tensor, k_cmp: Tensor, config: NSAConfig, first: int = 0) -> Tensor:
-    """Returns p_sel (eq. 9, 10) of the queries of tokens first, first + 1, ….
+    """Returns p_sel (eq. 9, 10) `[B, G, S, blocks]` of tokens first, first + 1, ….
 
-    `q` is `[B, H, S, Dk]`, the compressed keys are `[B, G, N, Dk]`, and the result is `[B, G, S,
-    blocks]`. The result is 0 for blocks that a query does not see.
+    `q` is `[B, H, S, Dk]`, `k_cmp` is `[B, G, N, Dk]`. p_sel is 0 for a block that a query does not
+    see.
     """
     n_blocks = selection_blocks(config, first + q.shape[2])
     p_sel = upcast_fp32(q).new_zeros(q.shape[0], k_cmp.shape[1], q.shape[2], n_blocks)
@@ -89,10 +89,10 @@ def block_scores(q: Tensor, k_cmp: Tensor, config: NSAConfig, first: int = 0) ->
 def top_blocks(p_sel: Tensor, config: NSAConfig, first: int = 0) -> Tensor:
     """Returns the blocks that tokens first, first + 1, … attend to (eq. 11).
 
-    `p_sel` is `[B, G, S, blocks]`; the result is int64 `[B, G, S, n]`. Block 0, the current block
-    and the block before the current block are always selected; the n blocks include these. Of equal
-    scores the lower index is selected. Indices ascend; if fewer than n blocks have begun, the other
-    indices have the value `blocks`, one past the last index. n is at most the number of blocks.
+    `p_sel` is `[B, G, S, blocks]`. The result is int64 `[B, G, S, n]`, in ascending order; n is at
+    most the number of blocks. The n blocks always include block 0, the query's block, and the block
+    before the query's block. Of equal scores the lower index is selected. If fewer than n blocks
+    have begun, the index `blocks`, one past the last block, fills the rest.
     """
     n_blocks = p_sel.shape[-1]
     status = block_status(first, first + p_sel.shape[2], config, p_sel.device, p_sel.dtype)
@@ -105,8 +105,8 @@ def top_blocks(p_sel: Tensor, config: NSAConfig, first: int = 0) -> Tensor:
 def attend_selected(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, config: NSAConfig) -> Tensor:
     """Causal attention to the tokens of the selected blocks, by a mask. Returns `[B, H, S, Dv]`.
 
-    `q` `[B, H, S, Dk]` are the last S of T tokens, `k` is `[B, G, T, Dk]`, `v` is `[B, G, T, Dv]`,
-    and `blocks` `[B, G, S, n]` is a result of `top_blocks`. Future tokens of the current block are
+    `q` is `[B, H, S, Dk]`, for the last S of T tokens. `k` is `[B, G, T, Dk]`, and `v` is
+    `[B, G, T, Dv]`. `blocks` `[B, G, S, n]` is a result of `top_blocks`. Tokens after the query are
     masked. A single query loads only the tokens of its own blocks.
     """
     size, (count, total) = config.select_block_size, (q.shape[2], k.shape[2])
@@ -131,7 +131,7 @@ def attend_ranges(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, config: NSACo
 
 
 def attend_by_group(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-    """Attention with a mask for each group: shapes as in `attend`, `bias` `[B, G, S, T]`."""
+    """Attention with a mask for each group, `bias` `[B, G, S, T]`; other shapes as in `attend`."""
     groups = k.shape[1]
     q = q.unflatten(1, (groups, -1)).flatten(0, 1)
     k, v = (x.flatten(0, 1).unsqueeze(1) for x in (k, v))
@@ -149,14 +149,14 @@ def block_mask(blocks: Tensor, n_blocks: int) -> Tensor:
 def merged_ranges(blocks: Tensor, config: NSAConfig, first: int) -> Tensor:
     """Returns the ranges of visible tokens for the selected blocks; neighbouring blocks are merged.
 
-    `blocks` has ascending indices `[B, G, S, n]` of queries first, first + 1, …; the result `[B, G,
-    S, n, 2]` has begin and end of each range. Unused ranges are empty. A range ends with its query
-    at the latest. A range is stored at the place of its last block, so no shape depends on the
+    `blocks` `[B, G, S, n]` has ascending indices for the queries first, first + 1, …. The result is
+    `[B, G, S, n, 2]`: begin and end of n ranges. Unused ranges are empty. No range contains a token
+    after its query. A range is stored at the place of its last block, so no shape depends on the
     data.
     """
     size = config.select_block_size
     end = first + torch.arange(1, blocks.shape[2] + 1, device=blocks.device)[:, None]
-    # An index minus its place is the same within a run of blocks, and changes after the run.
+    # Index minus place is constant within a run of neighbouring blocks, and changes after it.
     place = torch.arange(blocks.shape[-1], device=blocks.device)
     run = blocks - place
     last = F.pad(run[..., 1:] != run[..., :-1], (0, 1), value=True)

@@ -41,17 +41,16 @@ def selection_stats(p_sel: Tensor, blocks: Tensor, config: NSAConfig) -> dict[st
     Two statistics are means over the queries that see a compressed block. They are absent if the
     sequence is shorter than a compressed block:
 
-    - `sel_entropy`: entropy of p_sel over blocks, nats;
-    - `sel_forced_share`: the fraction of p_sel on the forced blocks, which are always selected.
+    - `sel_entropy`: entropy of p_sel over the blocks, in nats;
+    - `sel_forced_share`: fraction of p_sel on the forced blocks, which are always selected.
 
-    Three statistics describe the free picks (selected blocks that are not forced) of queries with
-    more than n blocks to select from. They are absent if the sequence has fewer than two such
-    queries, or if n allows no free pick:
+    Three statistics describe the picks: selected blocks that are not forced, of queries that have
+    more than n blocks to select from. They are absent with fewer than two such queries, or if n
+    allows no pick:
 
-    - `sel_distance_mean`: tokens from the query back to the end of the block;
-    - `sel_distance_hist`: fractions of picks 2-3, 4-7, 8-15, … blocks before the query's block;
-    - `sel_overlap`: the fraction of picks, without the first query's, that the previous query
-      selected too.
+    - `sel_distance_mean`: mean number of tokens from the end of the block to the query;
+    - `sel_distance_hist`: fractions of picks that are 2-3, 4-7, 8-15, … blocks before the query's;
+    - `sel_overlap`: fraction of the picks after the first query that the query before selected too.
     """
     found = {}
     seq_len, n_blocks = p_sel.shape[-2:]
@@ -86,7 +85,7 @@ def selection_stats(p_sel: Tensor, blocks: Tensor, config: NSAConfig) -> dict[st
 def over_layers(layers: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Returns a model's statistics: the means over its layers.
 
-    For the entropy, the result also has the mean of each layer, and the lowest value in any layer.
+    Of the entropy, the result has the mean, the mean of each layer, and the lowest value.
     """
     together = {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}
     entropy = together.pop("gate_entropy")

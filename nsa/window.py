@@ -15,12 +15,11 @@ CHUNK_ROWS = 384
 def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, folded: bool = False) -> Tensor:
     """Returns the attention to the window: the last w tokens, including the query.
 
-    `q` `[B, H, S, Dk]` are the last S of T tokens, `k` is `[B, G, T, Dk]`, `v` is `[B, G, T, Dv]`,
-    and the result is `[B, H, S, Dv]`. T - S, the number of earlier tokens, must be at least w - 1,
-    unless the keys begin at position 0. Queries with fewer than w earlier tokens see all earlier
-    tokens. The other queries are cut into chunks of c tokens (16 to 128), and each chunk reads w +
-    c keys, so a query costs w + c keys instead of T. If S = 1, only the last w keys are read. With
-    `folded` and T = S, `attend_folded` computes all queries.
+    `q` is `[B, H, S, Dk]`, for the last S of T tokens. `k` is `[B, G, T, Dk]`, and `v` is
+    `[B, G, T, Dv]`. The keys begin at position 0, or include at least w - 1 tokens before the first
+    query. Queries with fewer than w earlier tokens see all earlier tokens. The other queries are
+    cut into chunks of c tokens (16 to 128). A chunk reads w + c keys instead of T. If S = 1, only
+    the last w keys are read. With `folded` and T = S, `attend_folded` computes all queries.
     """
     count, past = q.shape[2], k.shape[2] - q.shape[2]
     if folded and not past:
@@ -43,8 +42,8 @@ def attend_window(q: Tensor, k: Tensor, v: Tensor, window: int, folded: bool = F
 def attend_band(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     """Attention to the window; the first query is token w of the keys.
 
-    The shapes are as in `attend_window`. The heads of a group are rows of one product, like the
-    tokens of a chunk, because the CPU's kernel is faster with more rows.
+    The shapes are as in `attend_window`. One product has as rows all tokens of a chunk and all
+    heads of a group, because the CPU's kernel is faster with more rows.
     """
     batch, heads, rest, _ = q.shape
     groups = k.shape[1]
@@ -65,8 +64,8 @@ def attend_band(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 def attend_flash_attn(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     """Computes `attend_window` for T = S with the package flash-attn (CUDA, bf16, fp16).
 
-    Raises ImportError if the package is missing. flash-attn expects `[B, S, H, D]`, expands
-    key heads itself, and its window does not count the query: (w - 1, 0) means w tokens.
+    flash-attn expects `[B, S, H, D]`, and expands key heads itself. Its window excludes the query,
+    so (w - 1, 0) means w tokens. Raises ImportError if the package is missing.
     """
     flash_attn_func = importlib.import_module("flash_attn").flash_attn_func
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))

@@ -11,9 +11,9 @@ KEPT_BYTES, MAPPED_BYTES = 2**31 - 1, 2**30
 def keep_freed_memory() -> bool:
     """Raises two thresholds of glibc. Returns False if glibc refuses.
 
-    By default glibc returns large freed tensors and the top of the heap to the kernel, and the next
-    step faults the pages in again: a step of one layer with 8,192 tokens had 20,000 to 80,000 page
-    faults. With both thresholds raised, the step had 1,000 page faults.
+    By default glibc returns large freed tensors and the top of the heap to the kernel. The next
+    step then faults the pages in again. For example, a step of one layer with 8,192 tokens had
+    20,000 to 80,000 page faults; with both thresholds raised, it had 1,000.
     """
     mallopt = ctypes.CDLL(None).mallopt
     # The mmap threshold comes first: with a fixed trim threshold alone, glibc would use mmap for

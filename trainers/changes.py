@@ -1,9 +1,9 @@
 """The settings that a resumed training may change, and the refusal of other changes.
 
-A resumed training may change the values in `FREE`, the values in no group of `GROUPS`, and the
-values in the groups that `checkpoint.allow_change` names. The number of ranks may change if the
-number of sequences per step stays the same or the group `batch` is allowed. This module needs no
-torch.
+A resumed training may not change the values in `GROUPS`, except those in `FREE` and those in the
+groups that `checkpoint.allow_change` names. It may change all other values. The number of ranks may
+change if the number of sequences per step stays the same, or if the group `batch` is allowed. This
+module needs no torch.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Collects the state of a training, and restores it from a checkpoint; `saver` saves the state.
 
-torch.distributed.checkpoint (DCP) reads and writes the state. The state is a set of named tensors:
-weights, state of AdamW, loss scale (fp16 only), window of `Spikes`, states of the generators. The
-state can be restored on another number of ranks and with another strategy. Loading a checkpoint
-runs no code from it: tensors are loaded with `weights_only=True`, and DCP's index, a pickle, may
-refer only to the names in `_INDEX_CLASSES`. `trainers.manifest` describes and verifies the
-directory of a checkpoint.
+torch.distributed.checkpoint (DCP) reads and writes the state. The state consists of named tensors:
+the weights, the state of AdamW, the loss scale (fp16 only), the window of `Spikes`, and the states
+of the random generators. The state can be restored on another number of ranks and with another
+strategy. Loading a checkpoint runs no code from it: DCP loads tensors with `weights_only=True`.
+DCP's index is a pickle, which may refer only to the names in `_INDEX_CLASSES`. `trainers.manifest`
+describes and verifies the directory of a checkpoint.
 """
 
 from __future__ import annotations

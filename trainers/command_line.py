@@ -42,7 +42,7 @@ class Arguments:
     check: bool
     overrides: Mapping[str, str]
     origins: Mapping[str, str]
-    """For each key of `overrides` that was not set with `--set`, the option that set it."""
+    """The option that set a key of `overrides`; keys from `--set` are missing."""
 
 
 class Parser(argparse.ArgumentParser):

@@ -31,18 +31,18 @@ from trainers.schema import Settings
 
 REPEATS, BATCHES = 6, 2
 MATRIX, LARGEST_MIB = {"cuda": 8192, "cpu": 512}, {"cuda": 256, "cpu": 16}
-"""Rows of the matrices, and MiB of the vector that is summed over ranks, by type of device."""
+"""By type of device: rows of the matrices; MiB of the vector that is summed over ranks."""
 SLOW = 0.7
 """A rank is slow if its speed is below this share of the fastest rank's speed."""
 COLLECTIVE_S, BATCH_S, CAUSALITY_S = 60.0, 30.0, 120.0
 """Time limits in seconds. The causality check divides its limit among the distinct layers."""
 ROWS_AT_ONCE, CUTS_AT_ONCE = {"cuda": 16_384, "cpu": 4096}, 32
 SEQUENTIAL_TOKENS, SHORT, FUTURE_SCALE = 96, 24, 8.0
-"""Most tokens of the causality check if they are computed one by one; tokens of the parity check;
-scale of the changed tokens, which is large because rounding can hide a small change."""
+"""Most tokens of the causality check if it computes token by token; number of tokens of the parity
+check; scale of the changed tokens, because rounding can hide a small change."""
 ROUNDING = {"fp64": 1e-12, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}
 """Largest accepted change of an output on the chunked route, relative to the largest output. On
-this route, the selection of the changed tokens alters the tiles, and so the rounding."""
+this route, the changed tokens select other blocks, which changes the tiles and so the rounding."""
 PARITY = {"fp64": 1e-9, "fp32": 1e-4, "tf32": 1e-2, "bf16": 5e-2, "fp16": 2e-2}
 """Largest accepted difference from float64, relative to the norm of the output in float64."""
 Found = tuple[str, str, dict[str, Any]]
@@ -145,8 +145,8 @@ def first_batch(phases: Sequence[Phase]) -> Found:
 def make_layer(phase: Phase, model: ModelConfig | None = None) -> Any:
     """Returns an attention layer with random weights and the routes of the phase.
 
-    A call with several tokens uses the routes of the phase's model, even if the blocks or the
-    window of `model` differ.
+    A call with several tokens uses the routes of the phase's model, even if `model` has other
+    blocks or another window.
     """
     of, device, train = phase.settings, phase.device, phase.settings.train
     allow_tf32(train.tf32)
@@ -166,8 +166,8 @@ def causality(phases: Sequence[Phase]) -> Found:
 
     For each cut, all tokens after the cut change. No output up to the cut may change, except by
     `ROUNDING` on the chunked route. The gradient of these outputs must be zero after the cut. The
-    cuts come in an order that spreads them evenly; if some cuts are not checked within the limits,
-    the result is "unknown".
+    cuts come in an order that spreads them evenly, because a time limit may end the check. If a
+    limit of time or tokens leaves cuts unchecked, the result is "unknown".
     """
     chosen, texts, whole = distinct(phases, Phase.attention), dict[str, None](), True
     for phase in chosen:
@@ -221,8 +221,8 @@ def find_leak(phase: Phase, layer: Any, x: Tensor, future: Tensor, cuts: Tensor)
 def parity(phases: Sequence[Phase]) -> Found:
     """Compares each distinct NSA layer, on its routes and device, with float64 on the CPU.
 
-    Dense layers are not compared; if there are some and no comparison fails, the result is
-    "unknown".
+    Dense layers are not compared. If a phase has dense layers and no comparison fails, the result
+    is "unknown".
     """
     texts, dense = dict[str, None](), list[str]()
     for phase in distinct(phases, Phase.attention):

@@ -1,8 +1,9 @@
 """Lists files of documents, separates the held-out part, and reads the documents of each format.
 
-A file is read as pieces `(cursor, data, ends)`: the place of the piece in its file, its text as
-bytes, and whether a document ends with the piece. Reading from a cursor skips the earlier part of
-the file; but a gzip file is read from its start, and a parquet file from the start of a row group.
+A file is read in pieces `(cursor, data, ends)`. `cursor` is the place of the piece in its file, and
+`data` its text as bytes. `ends` is True if a document ends with the piece. To continue at a cursor,
+a reader skips the earlier part of the file. But it must decompress a gzip file from the start, and
+read a parquet file from the start of a row group.
 """
 
 from __future__ import annotations
@@ -71,9 +72,9 @@ class Documents:
 def find(data: DataSettings, seed: int, held_out: bool, scratch: Path) -> Documents:
     """Returns the documents that the settings select, in files that are shuffled by the seed.
 
-    For the source `text` a fraction of the files is held out. For other sources a fraction of the
-    documents is held out, chosen by content, so that no copy of a held-out document is trained on.
-    `scratch` is a directory for temporary files. Raises DataError.
+    For the source `text`, a fraction of the files is held out. For other sources, a fraction of the
+    documents is held out; a hash of the content decides, so that no copy of a held-out document is
+    trained on. `scratch` is a directory for temporary files. Raises DataError.
     """
     source = data.source
     if source == "fineweb_edu":

@@ -33,7 +33,7 @@ _leaked: list[bytes] = []
 def arm(
     settings: Settings, member: Member, report: Report, model: nn.Module, source: Source
 ) -> None:
-    """Adds the drills of this rank, except past ones, to the model and the source; records all."""
+    """Records this rank's drills; adds those that are not past to the model and the source."""
     mine: list[Drill] = []
     last: dict[Drill, int] = {}
     sequences_per_step = settings.train.batch_size * settings.train.accumulate * member.world

@@ -31,7 +31,7 @@ def seed_gradient(loss: Tensor, scale: float | Tensor) -> Tensor:
 def clip(model: nn.Module, largest: float) -> tuple[Tensor, Tensor]:
     """Clips the global gradient norm.
 
-    Returns two values: the norm before clipping, and 1.0 if that norm is not finite, else 0.0.
+    Returns two values: the norm before clipping, and 0.0 if that norm is finite, else 1.0.
     """
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
     if isinstance(norm, DTensor):
@@ -70,9 +70,9 @@ class Spikes:
     """Detects steps whose gradient norm is far above earlier norms, without waiting for the GPU.
 
     All ranks have the same norm, so they detect the same spikes. With `sigmas` 0 nothing is
-    detected, and the window stays empty. The window contains the last finite norms; in place of a
-    spike, the window contains the limit that the spike exceeded. So one spike changes the limit
-    little, and after a lasting rise of the norm the limit grows until the new level is accepted.
+    detected, and the window stays empty. The window contains the last finite norms; a spike is
+    replaced by the limit that it exceeded. So one spike changes the limit little. After a lasting
+    rise of the norm, the limit grows until the new level is no spike.
     """
 
     def __init__(self, sigmas: float, device: torch.device):
@@ -121,8 +121,8 @@ class Guard:
         """Raises NonFiniteError after too many non-finite steps in a row, and LeakError on a leak.
 
         An overflow that lowers the loss scale is not counted, because it shows only that the scale
-        was too large. A leak means that random bytes were predicted better than chance
-        (`chance_nats`; 0 means that the data are not random).
+        was too large. A leak means that random bytes were predicted better than chance,
+        `chance_nats`. If that is 0, the data are not random, and there is no check.
         """
         for row in rows:
             if not row.nonfinite:

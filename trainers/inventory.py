@@ -1,8 +1,8 @@
 """Writes reports of a run: dtypes, libraries, optimizer size; on GPUs also driver and memory.
 
-The recorder's thread writes all files, so a slow or full disk does not stall a step. With FSDP,
-the names of the dtype, optimizer and memory files contain `fsdp`, and the size of the optimizer's
-state is that of one rank's shards.
+The recorder's thread writes all files, so a slow or full disk does not stall a step. With FSDP, the
+names of the dtype, optimizer and memory files contain `fsdp`, and each rank reports the optimizer
+size of its own shards.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ MIB = 1 << 20
 class Inventory:
     """Writes the files of one rank, for example reports of dtypes and memory.
 
-    The memory of a GPU is dumped at the boot and after the first step of this process; if `every`
-    is above 0, also before and after each step that is a multiple of `every`.
+    The memory of a GPU is dumped at the boot and after the first step of this process. If `every`
+    is above 0, it is also dumped before and after every `every`-th step.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ def collect(
 def planned_routes(device: torch.device, settings: Settings) -> dict[str, Route]:
     """Returns the route of each attention branch for the shapes and the precision of a run.
 
-    If each document attends to itself only, these are the routes of one document of S tokens.
+    With data.documents=separate, these are the routes of one document of S tokens.
     """
     separate = settings.data.documents == "separate"
     return routes_of(

@@ -1,8 +1,8 @@
 """Loads batches in a thread from a global stream of sequences that the ranks divide.
 
-Sequence i belongs to rank i % world. So the number of ranks does not change the order of the
-sequences, and a position in the stream is valid for any number of ranks. A thread reads ahead into
-a bounded queue; the training waits for a batch for a limited time.
+Sequence i belongs to rank i % world. So neither the order of the sequences nor a position in the
+stream depends on the number of ranks. A thread reads ahead into a bounded queue; the training waits
+for a batch for a limited time.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class Batch:
 class Loader:
     """Reads batches ahead in a thread; `fetch` raises DataError if no batch comes in time.
 
-    If batches were read and left out within the time limit, `fetch` waits for this time again.
-    `state` is the position of the training in the source, without the batches that were read ahead.
-    A checkpoint stores this position as `data`; the loader continues from the `data` of `resumed`.
+    If the thread left out batches (`data.skip`) within the time limit, `fetch` waits again. `state`
+    is the position of the training in the source, without the batches that were read ahead. A
+    checkpoint stores this position as `data`; the loader continues from the `data` of `resumed`.
     """
 
     def __init__(
@@ -165,9 +165,9 @@ def read_batch(source: Source, count: int, rank: int, world: int, device: torch.
 def to_skip(steps: str, sequences: int, resumed: Manifest | None) -> Mapping[str, Any]:
     """Returns the positions `start` and `stop` (excluded) of the data that `data.skip` selects.
 
-    The steps are counted as in the training that wrote the checkpoint, which may have had another
-    number of sequences per step than `sequences`. The result is part of the state, so that a later
-    resume with the same `steps` skips the same data. The result is {} if `steps` is empty.
+    `steps` are steps of the training that wrote the checkpoint; its number of sequences per step
+    may differ from `sequences`. The result is part of the state, so that a later resume with the
+    same `steps` skips the same data. The result is {} if `steps` is empty.
     """
     named = step_range(steps)
     if named is None:

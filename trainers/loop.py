@@ -118,8 +118,8 @@ def forward_backward(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Accumulates the gradients of the token-weighted mean loss over the micro-batches.
 
-    Returns two values: this rank's `FIGURES` (float64, on the device), and the statistics of the
-    attention, or {} for a step without statistics. Only the first three figures are computed here.
+    Returns two values: this rank's `FIGURES` (float64, on the device), of which only the first
+    three are set; and the statistics of the attention, which are {} if none are due.
     """
     figures = torch.zeros(len(FIGURES), dtype=torch.float64, device=t.parallel.device)
     scale = t.parallel.scale(sum(batch.tokens_scored for batch in batches))
@@ -149,8 +149,8 @@ def report_dead_parameters(t: Training, step: int) -> None:
 def reduce_figures(t: Training, step: int, figures: Tensor) -> list[Row]:
     """Starts to reduce this step's figures. Returns the rows whose sums are due.
 
-    If this step has a progress record, the row of this step is due too. Otherwise the row is due
-    one step later, so that this function need not wait for the slowest rank.
+    The row of a step is due one step later, so that this function need not wait for the slowest
+    rank. But if this step has a progress record, its row is due now.
     """
     # Ranks may see a file at different steps, so only rank 0 requests a checkpoint or profile.
     requests = frozenset() if t.parallel.rank else t.member.new_requests()
@@ -261,8 +261,8 @@ def save_final(t: Training, halted: bool) -> None:
     """Waits for a background save, saves the final checkpoint, and exports the model if asked to.
 
     Without `checkpoint.at_end`, only a training that was halted or exports its model saves. A
-    training without a step in this process saves nothing if its directory already has the
-    checkpoint of this step. Raises CheckpointError.
+    process that made no step saves only if its directory lacks the checkpoint of the present step.
+    Raises CheckpointError.
     """
     step, target = t.report.steps_done, t.settings.checkpoint.export
     t.phases.enter(step, "save")

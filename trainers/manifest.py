@@ -1,8 +1,8 @@
 """Completes, lists, verifies and removes checkpoints. This module needs no torch.
 
-A save writes into `.step_{N:08d}.tmp`, then writes `manifest.json` with size and SHA-256 of every
-other file, then renames the directory to `step_{N:08d}` and updates `latest`. So a directory with
-the final name is complete, and it can be verified without executing anything in it.
+A save writes the files into `.step_{N:08d}.tmp`, and then `manifest.json`, with the size and
+SHA-256 of each of them. It then renames the directory to `step_{N:08d}`, and updates `latest`. So a
+directory with the final name is complete. Verifying it executes nothing in it.
 """
 
 from __future__ import annotations
@@ -127,8 +127,9 @@ def retain(run: Path, step: int, keep_last: int, keep_every: int) -> list[str]:
     """Removes old checkpoints after the save of `step`.
 
     Keeps the newest `keep_last` checkpoints and those of every `keep_every`-th step. Checkpoints of
-    steps after `step`, from before a resume at an earlier step, are kept and not counted. Returns
-    a sentence for each checkpoint that cannot be removed, or one if they cannot be listed.
+    later steps, from before a resume at an earlier step, are kept and not counted. Returns a
+    sentence for each checkpoint that cannot be removed, or one sentence if the directory cannot be
+    listed.
     """
     failed: list[str] = []
     try:
@@ -165,10 +166,9 @@ def choose(
 ) -> tuple[Path, list[CheckpointError]]:
     """Returns two values: a checkpoint that passed `check`, and the errors of skipped checkpoints.
 
-    `check` is `verify` by default. `path` is a checkpoint or a run. For a run, returns the
-    checkpoint of `step`, or, if `step` is 0, the newest checkpoint that passes. If `path` is a
-    checkpoint and `step` is above 0, the name of the checkpoint must contain this step. Raises
-    CheckpointError.
+    `check` is `verify` by default. `path` is a checkpoint or a run. For a run, `step` selects the
+    checkpoint; 0 selects the newest that passes. For a checkpoint, a `step` above 0 must be the
+    step in its name. Raises CheckpointError.
     """
     skipped: list[CheckpointError] = []
     is_one = step_of(path) is not None or (path / MANIFEST).is_file()

@@ -1,8 +1,8 @@
 """Strategies for one or several ranks: single process, DDP, FSDP2.
 
 A strategy wraps the model, selects when gradients are reduced and sums small vectors over ranks.
-`scale` is the factor for a rank's loss sum; with this factor, the reduced gradient is the gradient
-of the token-weighted mean loss over all ranks.
+Each rank multiplies its loss sum by `scale`, so that the reduced gradient is that of the
+token-weighted mean loss over all ranks.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Writes checkpoints in the foreground or in a background thread; rank 0 completes them.
 
-If the write fails on one rank, the save fails on all ranks. In a background save, each wait for
-other ranks ends within the timeout of a separate process group.
+If the write fails on one rank, the save fails on all ranks. The timeout of a separate process group
+limits each wait of a background save for other ranks.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ FINISH_S = 25.0
 class Saver:
     """Writes the checkpoints of a run, one at a time; all ranks must start the same saves.
 
-    `ours` returns whether the run directory is still at its path. Rank 0 calls `ours`, also from
-    the background thread; if the result is False, the save fails, and rank 0 removes nothing.
+    `ours` returns whether the run directory is still at its path. Only rank 0 calls `ours`, also
+    from the background thread. If the result is False, the save fails, and rank 0 removes no files.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class Saver:
         return self._pending is not None
 
     def collect(self, wait_s: float | None = 0) -> list[Path | CheckpointError]:
-        """Returns the result of a background save that has ended, or []; each result only once.
+        """Returns the result of a background save that has ended, once; otherwise [].
 
-        Waits up to `wait_s` for a save that runs; if `wait_s` is None, waits until it ends.
+        Waits up to `wait_s` seconds for a running save, or without limit if `wait_s` is None.
         """
         if self._pending is None or not futures.wait((self._pending[0],), wait_s).done:
             return []

@@ -2,8 +2,8 @@
 
 This module needs no torch.
 
-A key is one field of a section of `Settings`. Its type is the annotation (`Literal` for choices);
-`key` returns a field with the other facts.
+A key is one field of a section of `Settings`. The annotation of the field is the type of the key
+(`Literal` for choices). `key` makes a field with a default, a help text and limits.
 """
 
 from __future__ import annotations

@@ -83,9 +83,9 @@ def resolve(
 ) -> Resolved:
     """Returns the settings of a training in this environment.
 
-    `overrides` are values by dotted key, as text or typed; `origins` has the origin of each
-    override that does not come from `--set`. `entry` is the module that is started. Raises
-    UsageError; its message names the file, flag or key.
+    `overrides` maps dotted keys to values, as text or typed. `origins` maps those keys of
+    `overrides` that do not come from `--set` to their origins. `entry` is the module that is
+    started. Raises UsageError; its message names the file, flag or key.
     """
     known, named = keys(), origins or {}
     plain = dict(flatten(asdict(Settings())))

@@ -14,9 +14,9 @@ ON_DEVICE = ("forward", "backward", "optimizer")
 class Phases:
     """Updates the pulse at each change of phase, and sums the seconds per phase.
 
-    The host's clock measures the phases. On CUDA the host runs ahead of the device, so there CUDA
-    events measure the phases in `ON_DEVICE` instead, and show the device's position. The events are
-    queried without waiting.
+    The host's clock measures the phases. On CUDA, the host runs ahead of the device; so CUDA events
+    measure the phases in `ON_DEVICE`, and show the position of the device. The events are queried
+    without waiting.
     """
 
     def __init__(self, pulse: PulseWriter, cuda: Any = None, nvtx: bool = False):

@@ -1,9 +1,9 @@
 """Joins documents into an endless stream of sequences with a small, exact position.
 
 Each document is tokenised and followed by the end token, if there is one. The documents are then
-joined and cut into sequences of S + 1 tokens that overlap by one token. With gpt2, `<|endoftext|>`
-is the end token. With bytes, a zero byte is the end token, but text files have no end token unless
-data.documents=separate.
+joined and cut into sequences of S + 1 tokens that overlap by one token. With gpt2, the end token is
+`<|endoftext|>`. With bytes, it is a zero byte; but data.source=text has no end token with
+data.documents=joined.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ END_OF_DOCUMENT = b"\0"
 class Lane:
     """Every `lanes`-th file, repeated forever, as sequences of S + 1 tokens.
 
-    A place is `[epoch, file, cursor, skip]`: the piece of a file that contains the next token, and
-    the number of tokens of this piece before that token.
+    A place is `[epoch, file, cursor, skip]`. The first three identify the piece that contains the
+    next token; `skip` is the number of tokens of the piece before that token.
     """
 
     def __init__(self, docs: Documents, index: int, lanes: int, encoder: Tokenizer, seq_len: int):

@@ -28,9 +28,9 @@ _WORD = re.compile(
 class Truth:
     """The right verdict on a fault in a run of two ranks, and the right reactions of an operator.
 
-    The fault shows as a verdict with this `cause` in this `phase`, as the state in which the run
-    `ends`, or as an `alert`. `right` has the right actions. "resume" means that the ranks step
-    again after a stall; an empty `right` means that no reaction is needed.
+    A fault shows in one of three ways: a verdict has this `cause` and `phase`, the run ends in the
+    state `ends`, or the alert `alert` is raised. `right` has the right actions. "resume" means that
+    the ranks step again after a stall; an empty `right` means that no reaction is needed.
     """
 
     cause: str = ""

@@ -5,20 +5,20 @@ in a collective. The helper holds the GIL, so every frame is complete. The helpe
 write the stacks of at most 100 threads. Then the helper reads torch's flight record of the
 collectives, if there is one. The helper creates no frame object of another thread.
 
-If a rank holds the GIL in native code, the helper cannot run. For this case there is a second
-signal, `LAST_RESORT`: faulthandler writes the stack of the main thread in the signal handler
-itself. Send `LAST_RESORT` only if SIGUSR1 had no effect and the rank makes no progress, because the
-frames of the rank must not change during the dump.
+If a rank holds the GIL in native code, the helper cannot run. The signal `LAST_RESORT` is for this
+case: faulthandler writes the stack of the main thread in the signal handler itself. The frames of
+the rank must not change meanwhile. So send `LAST_RESORT` only if SIGUSR1 had no effect and the rank
+makes no progress.
 
-Two other methods killed healthy trainings, as core files show (CPython 3.11.7, each in about one of
-50,000 dumps):
+Core files show that two other methods killed healthy trainings (CPython 3.11.7, each in about one
+of 50,000 dumps):
 
-- faulthandler in the handler of SIGUSR1: the evaluation of a frame publishes a C frame some
-  instructions before it sets `current_frame` (also in 3.12); the handler follows the old pointer.
-  With `all_threads=True`, trainings died sooner: after 7 to 1,019 dumps.
-- `sys._current_frames()` and `f_back` in the helper: allocating the frame object may collect
-  garbage and release the GIL. Meanwhile the other thread can return from this frame and call
-  another function in the same memory; the object then refers to a frame larger than itself.
+- faulthandler in the handler of SIGUSR1. To run a frame, Python publishes a C frame and some
+  instructions later sets its `current_frame` (also in 3.12). In between, the handler follows the
+  old pointer. With `all_threads=True`, trainings died after only 7 to 1,019 dumps.
+- `sys._current_frames()` and `f_back` in the helper. They allocate a frame object, which may
+  collect garbage and release the GIL. Meanwhile the other thread can return and call another
+  function in the same memory. The object then refers to a frame larger than itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Finds the exit code of a program for the exit record, which an atexit function writes.
 
-An atexit function can read the exception that ended the program in `sys.last_value`, but cannot
-read a SystemExit. So the outermost frame shows whether the program returned, and `sys.exit` is
-wrapped.
+An atexit function finds the exception that ended the program in `sys.last_value`, except a
+SystemExit. So the outermost frame shows whether the program returned, and a wrapper of `sys.exit`
+records its argument.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ class Ending:
     def found(self) -> tuple[int | None, str]:
         """Returns two values: the exit code, or None if it is not known; and the error, or "".
 
-        For a SystemExit that `sys.exit` did not raise, the code is None; or, if the program has
-        caught the SystemExit of an earlier `sys.exit`, wrongly the code of this earlier call.
+        If `sys.exit` did not raise the SystemExit (for example after `raise SystemExit(3)`), the
+        code is None. But if the program caught the SystemExit of an earlier `sys.exit`, the code is
+        wrongly that of the earlier call.
         """
         error = getattr(sys, "last_value", None)
         if error is not None:

@@ -36,7 +36,8 @@ MOST_SHOWN = 12
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Returns `; did you mean X?`, where X is the most similar known word.
 
-    Without a similar word, returns the list of the known words if it is short, or else "".
+    If no word is similar, returns the list of the known words, or "" for more than `MOST_SHOWN`
+    words.
     """
     names = sorted(known)
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.6)

@@ -1,7 +1,7 @@
 """The registry of environment flags.
 
-A flag of this project overrides one key of the settings: a row in `OWN` names the flag and the key,
-and `trainers.schema.keys` returns the type, limits, default and help of the key. Flags of libraries
+A flag of this project overrides one key of the settings. `OWN` maps each flag to its key, and
+`trainers.schema.keys` returns the type, limits, default and help of each key. Flags of libraries
 (for example of NCCL) are passed to the training and recorded.
 """
 

@@ -56,9 +56,9 @@ class Member:
     """One rank in one attempt of one run.
 
     After the start, no method of this class except `close` waits for the disk in the caller.
-    `halt_reason` is the reason why this rank requests a halt, or "" if there is none. All ranks
-    must agree on the step before they halt; `Joined.step` makes the ranks of one host agree if
-    every step has a collective.
+    `halt_reason` is the reason why this rank requests a halt, or "" if there is none. Before they
+    halt, all ranks must agree on the step. `Joined.step` makes the ranks of one host agree, if
+    every step has a collective of all ranks.
     """
 
     def __init__(self, run: Path, variables: Mapping[str, str]):
@@ -99,10 +99,10 @@ class Member:
     def start(self) -> None:
         """Registers handlers of the dump signals and of `HALTING`, and starts to poll for requests.
 
-        A signal of `HALTING` that the process ignores stays ignored. In a forked child, SIGTERM
-        has its former effect, because multiprocessing ends a child with it and then waits. The
-        other signals of `HALTING` have no effect in the child, because torchrun also sends them to
-        the children of the ranks, and a worker that loads data must not end before its rank halts.
+        A signal of `HALTING` that the process ignores stays ignored. torchrun also sends these
+        signals to the children of the ranks. In a forked child they have no effect, because a
+        worker that loads data must not end before its rank halts. Only SIGTERM has its former
+        effect there, because multiprocessing ends a child with it and then waits.
         """
         self.dumper.install()
         os.register_at_fork(
@@ -210,11 +210,11 @@ class Member:
 class HaltBoard:
     """A mapped file through which the ranks of one host agree on the step at which they halt.
 
-    To halt, rank 0 publishes `step + 1` before it enters the collective of `step`. No rank can
-    begin `step + 1` before that collective ends, so all ranks see the decision in time. At its
-    start, rank 0 clears the decision of an earlier program; ranks repeat their request at each
-    step. The file has two numbers: 1 if a rank has requested a halt, else 0; and the step to halt
-    at, or 0.
+    The file has two numbers. The first is 1 if a rank has requested a halt, else 0. The second is
+    the step to halt at, or 0. To halt, rank 0 writes `step + 1` before it enters the collective of
+    `step`. No rank can begin `step + 1` before that collective ends, so all ranks see the number in
+    time. At its start, rank 0 clears both numbers, because an earlier program may have set them.
+    This loses no request, because ranks repeat their requests at each step.
     """
 
     def __init__(self, directory: Path, attempt: int, rank: int):
@@ -257,8 +257,8 @@ class Joined(Member):
     def step(self, step: int, /, **figures: Any) -> bool:
         """Starts `step` and returns False, or returns True if all ranks halt before this step.
 
-        `figures` belong to the previous step. Steps with a non-finite `loss` are counted as long as
-        each step has a loss that is a plain number. A figure cannot replace a field of the
+        `figures` belong to the previous step. Steps with a non-finite `loss` are counted until a
+        step has no loss, or one that is no plain number. A figure cannot replace a field of the
         contract.
         """
         self.end_step(**figures)
@@ -335,8 +335,8 @@ class Joined(Member):
 def open_run(run: Path | None = None) -> tuple[Path, dict[str, str]]:
     """Returns two values: the run directory of this process, and the environment variables.
 
-    If the environment names no directory, the directory is `run`. Creates the directory if needed.
-    Raises UsageError if both are missing, and RefusedError if the directory cannot be used.
+    The directory is that of the environment, or else `run`; it is created if needed. Raises
+    UsageError if neither names a directory, and RefusedError if the directory cannot be used.
     """
     variables = environ.snapshot()
     named = variables.get(environ.RUN_DIR)

@@ -1,9 +1,9 @@
 """The pulse of a rank: 256 bytes of memory with its present step and phase.
 
-Layout (little endian): sequence number, magic, rank, pid, step, phase, since (monotonic s), beat
-(monotonic s), collectives, device step, device phase, records, non-finite steps, …, sequence number
-again. A writer writes from the first byte to the last. A reader reads the sequence number at the
-end first and the sequence number at the start last. It accepts the bytes only if both are equal.
+Layout (little endian): sequence number, magic, rank, pid, step, phase, since, beat, collectives,
+device step, device phase, records, non-finite steps, padding, sequence number. `Pulse` explains the
+fields. A writer writes from the first byte to the last. A reader reads the sequence number at the
+end first, and the one at the start last. It accepts the bytes only if both are equal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PHASES = (
     "boot", "load", "fetch", "forward", "backward", "optimizer", "log", "eval", "save", "halt",
     "exit", "step",
 )  # fmt: skip
-"""The phases by code; "step" is a step whose phase the program has not reported."""
+"""The code of a phase is its index; "step" is a step whose phase the program has not reported."""
 CODES = {phase: code for code, phase in enumerate(PHASES)}
 ORDER = {p: place for place, p in enumerate((*PHASES[:2], "step", *PHASES[2:-1]))}
 """The order of the phases; "step" (not reported) comes before "fetch"."""
@@ -71,8 +71,8 @@ def mapped(path: Path, size: int) -> mmap.mmap:
 class PulseWriter:
     """Writes this rank's pulse into `path`, or into private memory if `path` is None.
 
-    `set` only copies bytes into memory, so it does not wait for a disk if the file is in memory.
-    A single `struct.pack_into` would first clear its target, and readers could see zeros.
+    If the file is in memory, `set` waits for no disk. The bytes are written as slices, because
+    `struct.pack_into` would first clear its target, and readers could see zeros.
     """
 
     def __init__(self, path: Path | None, rank: int):
@@ -95,8 +95,7 @@ class PulseWriter:
     def set(self, step: int, phase: str, device_step: int = -1, device_phase: str = "") -> None:
         """Marks the start of `phase` in `step`.
 
-        Without a device step, the pulse shows `step` as the device step; without a device phase, it
-        shows `phase`.
+        The device step is `step` unless given, and the device phase is `phase` unless given.
         """
         self._since, self.step, self.phase = time.monotonic(), step, phase
         self._device = device_step, device_phase

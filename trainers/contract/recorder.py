@@ -1,7 +1,7 @@
 """Writes records and log lines in a thread, so that no step waits for these writes.
 
 Records wait in a queue. A record is dropped and counted if its write fails, if the recorder is
-closed, or if the queue is full and the record is not queued with `keep`.
+closed, or if the queue is full; `keep` queues a record even then.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Recorder:
     """Appends records to files from one daemon thread.
 
     `put` only inserts into a queue. Heartbeats are queued as dicts, and the thread encodes them. A
-    line for stdout is cut to `PIPE_BUF` bytes, and dropped while stdout accepts no data.
-    `is_ours` returns False while another directory or none is at the path of the run. Open files
-    are then still written, unless they were deleted; no file is opened, and no function is called.
+    line for stdout is cut to `PIPE_BUF` bytes, and dropped while stdout accepts no data. `is_ours`
+    returns False while another directory or none is at the path of the run. The thread then opens
+    no file and calls no function. It still writes to open files that were not deleted.
     """
 
     check_every_s = 1.0
@@ -148,7 +148,7 @@ class Recorder:
     def _file(self, path: Path) -> int:
         """Returns the descriptor for `path`.
 
-        If a check that is due finds that the file was removed or replaced, opens it again.
+        Checks at intervals whether the file was removed or replaced; if so, opens it again.
         """
         fd, check_at = self._descriptors.get(path, (None, 0.0))
         now = time.monotonic()

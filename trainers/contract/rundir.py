@@ -1,7 +1,7 @@
 """Paths of launches and runs, safe file access, and the identity of processes.
 
-Other users may have written the files of a launch. So a file is not opened if its path ends in a
-link, only regular files are read, and the size of a document is limited.
+Other users may have written the files of a launch. So the functions open no path that ends in a
+link, read only regular files, and limit the size of a document.
 """
 
 from __future__ import annotations
