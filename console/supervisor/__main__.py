@@ -36,7 +36,7 @@ def log(text: object) -> None:
 
 
 def become_subreaper() -> None:
-    """Makes this process the parent of orphans among its descendants, so that it can reap them."""
+    """Makes this process the parent of its orphaned descendants, so that it can reap them."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         error = ctypes.get_errno()

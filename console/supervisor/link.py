@@ -102,8 +102,8 @@ class Channel:
     def send_waiting(self, flags: int = 0) -> None:
         """Sends the waiting messages. Raises OSError.
 
-        Waits until the socket has room. With the flag MSG_DONTWAIT, and on the socket of the owner,
-        which does not block, raises BlockingIOError instead.
+        Waits until the socket has room. With the flag MSG_DONTWAIT, raises BlockingIOError instead.
+        The same applies to the owner's socket, which does not block.
         """
         while self.is_waiting:
             if not self._unsent:
