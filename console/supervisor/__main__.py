@@ -26,7 +26,7 @@ UNHANDLED_SIGNALS = frozenset((
     signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGSYS,
     signal.SIGTRAP,
 ))  # fmt: skip
-"""Signals that get no handler: they cannot be caught, show a bug, or do not end this process."""
+"""Signals without a handler, because they cannot be caught, show a bug, or do not end a process."""
 
 
 def log(text: object) -> None:

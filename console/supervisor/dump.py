@@ -192,7 +192,7 @@ def _late(each: _RankDump) -> str:
 
 
 def _set_result(each: _RankDump, result: str, reason: str) -> None:
-    """Sets a rank's result if it has none; `reason` says why the copy failed, or is ""."""
+    """Sets the result of a rank that has none; `reason` says why the copy failed, or is ""."""
     if not each.result:
         failure = f"was dumped, but {each.copy} cannot be written: {reason}"
         each.result = failure if reason else result

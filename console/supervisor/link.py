@@ -34,7 +34,7 @@ MAIN, FILES = range(SLOTS)
 # The kinds of messages from the child, with their contents or effects.
 ALIVE = b"B"
 CLOSING = b"C"
-"""The child closes its files and may wait for a disk, so it may be silent for `CLOSING_S`."""
+"""The child closes its files. A disk may delay this, so it may be silent for `CLOSING_S`."""
 STORE = b"K"
 """A document for the next child: its path, a zero byte, its content."""
 SPAWN = b"S"

@@ -44,7 +44,7 @@ class Worker:
     code: int | None = None
     signal: str | None = None
     observed: bool = False
-    """True if the kernel reported the exit; else the exit is unknown, or from a log or document."""
+    """True if the kernel reported the exit. Otherwise the exit has another source or is unknown."""
     confirmed: bool = False
     """True if an exit from a log or a document needs no other source."""
     killed_after_failure: bool = False

@@ -280,7 +280,7 @@ class Run:
             self._git = found
 
     def _wait(self) -> None:
-        """Starts the next attempt when it is due; a `.HALT` or a stop before then ends the run."""
+        """Starts the next attempt when it is due, or ends the run after a `.HALT` or a stop."""
         if self.attempt.known.halt_file:
             self._conclude(*decide(Facts(previous_end=self._ended[-1].why, halt_file=True)))
         elif self._is_final:  # a former process got the request to end this waiting run

@@ -1,4 +1,4 @@
-"""Reads the files of an attempt: records, documents and `.HALT` in polls, logs at its end."""
+"""Reads the files of an attempt: polls records, documents and `.HALT`; reads logs at the end."""
 
 from __future__ import annotations
 
