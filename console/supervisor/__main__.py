@@ -26,7 +26,7 @@ UNHANDLED_SIGNALS = frozenset((
     signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT, signal.SIGSYS,
     signal.SIGTRAP,
 ))  # fmt: skip
-"""Signals that get no handler: they cannot be caught, show a bug, or do not end this process."""
+"""Signals without a handler, because they cannot be caught, show a bug, or do not end a process."""
 
 
 def log(text: object) -> None:
@@ -36,7 +36,7 @@ def log(text: object) -> None:
 
 
 def become_subreaper() -> None:
-    """Makes this process the parent of orphans among its descendants, so that it can reap them."""
+    """Makes this process the parent of its orphaned descendants, so that it can reap them."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         error = ctypes.get_errno()

@@ -30,7 +30,7 @@ ENDED_FROM_HERE = ENDINGS[1:]
 UNPREPARED = "restart-waits"
 PREPARE_AGAIN_S, READ_AGAIN_S, LONG_COLLECTING_S = 1.0, 3.0, 3.0
 COLLECT_S = 60.0
-"""Once this time has passed since the end of an attempt, no further part of its records is read."""
+"""After the end of an attempt, its remaining records are read for at most about this time."""
 RECORDS_OLD_S = 5.0
 """Records that were last read longer ago than this do not confirm the pulses."""
 
@@ -82,7 +82,7 @@ class Attempt:
             self._adopt(former)
 
     def _adopt(self, former: FormerRun) -> None:
-        """Finds the processes that are alive; passes them to the owner, if the owner lacks them."""
+        """Finds the processes that are alive; passes them to an owner that does not have them."""
         context, link = self._context, self._context.services.link
         self.tree.adopt(former.state, self.path, self._number)
         if not link.owns(context.home, self._number):
@@ -104,9 +104,9 @@ class Attempt:
     def end(self, action: str, by: str) -> str:
         """Ends the attempt by a halt, restart, stop or kill; returns the answer.
 
-        No signal is sent before torchrun starts, after all processes have ended, or while this
-        action or a stronger one is in progress. For a halt, the caller has already written `.HALT`,
-        so the request is only recorded.
+        A halt is only recorded, because the caller has already written `.HALT`. The other actions
+        send no signal before torchrun starts, after all processes have ended, or while the same or
+        a stronger action is in progress.
         """
         if self.stage in ("collect", "over"):
             self._cut_short = self._cut_short or action in ("stop", "kill")
@@ -236,8 +236,8 @@ class Attempt:
     def _watch_ranks(self) -> None:
         """After a rank has failed, schedules KILL for the other ranks: one grace time from now.
 
-        A request that ends the ranks has its own KILL. torchrun also ends the other ranks. But it
-        may wait 30 s before it sends KILL, and it sends nothing if it is stopped or has exited.
+        torchrun may wait 30 s before its own KILL, and sends nothing if it is stopped or has
+        exited. A request that ends the ranks has its own KILL; then this method does nothing.
         """
         if self.known.rank_failure or self.known.requested in ENDED_FROM_HERE:
             return

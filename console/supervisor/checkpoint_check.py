@@ -65,8 +65,8 @@ class CheckpointCheck:
     def poll(self, attempt: int, newest: int) -> None:
         """Reports a program that has ended, and starts the next program if one is due; never waits.
 
-        `newest` is the step of the newest checkpoint of this attempt, or 0. Raises RuntimeError
-        if no thread can start, or OSError if no descriptor is left; there is then no result.
+        `newest` is the step of the newest checkpoint of this attempt, or 0. Raises RuntimeError if
+        no thread can start, or OSError if no descriptor is left. The check then has no result.
         """
         self._seen = newest
         if self._job is not None:
@@ -91,7 +91,7 @@ class CheckpointCheck:
         self._job, self._doing = self._threads.submit(work, step, path), what
 
     def _report(self, ended: Future[Outcome]) -> None:
-        """Records a result; after a successful load, begins the back-up of the plan, if any."""
+        """Records a result; after a successful load, begins the back-up if the plan has one."""
         what, self._doing, step = self._doing, "", self._newest[1]
         result, level, text = ended.result()
         self._event("checkpoint", text, level, step=step, what=what, result=result)

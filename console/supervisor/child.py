@@ -100,7 +100,7 @@ def _handle_signals(launch: Launch, link: Link) -> None:
 def main(
     path: Path, adopt: str | None, launch_lock: lock.LaunchLock, channel: Channel, state: ChildState
 ) -> int:
-    """Runs the working process; returns its exit code, which is 0 after the launch has ended."""
+    """Runs the working process; returns its exit code: 0 if the launch has ended."""
     link = Link(channel, state)
     signal.signal(signal.SIGUSR1, lambda *_: None)  # so that hooks do not inherit SIG_IGN
     try:

@@ -32,8 +32,8 @@ from trainers.contract import rundir
 class Services:
     """The objects that a launch shares with its runs.
 
-    `directory` has the thread that works on the run directory, `poller` belongs to the main loop,
-    and `link` is the connection to the owner.
+    The thread of `directory` works on the run directory. The main loop waits on `poller`. `link` is
+    the connection to the owner.
     """
 
     directory: Directory
@@ -62,9 +62,9 @@ class Services:
     def write_last_documents(self, run: Path) -> None:
         """Writes gates.json and supervisor.json of an ended run again, as the owner stored them.
 
-        A former child may have died before it wrote them. If the run was removed, or another run is
-        at its path, the two documents are given up: their writes would fail for ever, or overwrite
-        the documents of the other run.
+        A former child may have died before it wrote them. If the run was removed, nothing is
+        written, because the writes would fail for ever. If another run is at the path, nothing is
+        written either: the documents of that run would be overwritten.
         """
         stored = {run / name: self.link.stored(run / name)
                   for name in (rundir.GATES, rundir.SUPERVISOR)}  # fmt: skip

@@ -1,7 +1,7 @@
 """Checks the documents of a former supervisor against each other, the events and the processes.
 
-A due restart, or a flag for later phases, that no event confirms is ignored, with a warning. If the
-checks find a contradiction, the launch is not adopted.
+If the checks find a contradiction, the launch is not adopted. A due restart or a flag for later
+phases is ignored, with a warning, if no event confirms it.
 """
 
 from __future__ import annotations
@@ -135,10 +135,9 @@ def check_run(
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """Returns three values: run.json, supervisor.json, and warnings about their entries.
 
-    If supervisor.json lacks the end of the run, for example after a full disk, the end comes from
-    the supervisor heartbeat or from the last state in the events, unless a rank is alive. After
-    such an end, no further attempt starts.
-    If the former supervisor accepted a halt, stop or kill, no further attempt starts either.
+    supervisor.json may lack the end of the run, for example after a full disk. If no rank is alive,
+    the end then comes from the supervisor heartbeat or the last state in the events. No further
+    attempt starts after such an end, or if the former supervisor accepted a halt, stop or kill.
     Raises RefusedError, for example if plan.json or a process that is alive contradicts run.json.
     """
     document, record = (
@@ -196,10 +195,11 @@ def read_run(link: Link, run: Path, spec: LaunchSpec, index: int, is_last: bool)
 def never_started(run: Path, state: Mapping[str, Any], number: int) -> bool:
     """Returns whether a dead supervisor began an attempt and did not start its torchrun.
 
-    A supervisor makes the directory of the attempt's logs before it starts torchrun, and writes an
-    event after the start. Before the first attempt, there is no record of rank 0 and no checkpoint
-    either. The result is also False after a request to end the attempt. A `.HALT` makes the result
-    False for the first attempt; `Run.prepare` does not start a later attempt while one exists.
+    Each of these shows a start: the attempt's log directory, which is made just before the start;
+    an event `phase`, which is written after it; torchrun in supervisor.json. For the first attempt,
+    a heartbeat of rank 0 and checkpoints also show a start. The result is also False after a
+    request to end the attempt, and after a `.HALT` for the first attempt (`Run.prepare` checks
+    `.HALT` for later attempts).
     """
     of_first = [run / rundir.HALT, rundir.heartbeat(run, 0), run / rundir.CHECKPOINTS]
     paths = [rundir.logs(run, number), *of_first * (number == 1)]
@@ -213,8 +213,8 @@ def never_started(run: Path, state: Mapping[str, Any], number: int) -> bool:
 def newest_living_attempt(record: Mapping[str, Any], state: Mapping[str, Any]) -> int:
     """Returns the newest attempt that a living process of the run names, or 0 if none does.
 
-    Raises RefusedError if run.json has no valid token, or the token of another run. In the second
-    case, processes with the token have another run directory, or supervisor.json has the live
+    Raises RefusedError if run.json has no valid token, or the token of another run. The token is of
+    another run if a process with it has another run directory, or if supervisor.json names the live
     directory of another token.
     """
     token, mine = former_documents.token(record), former_documents.home(record)
@@ -233,8 +233,8 @@ def newest_living_attempt(record: Mapping[str, Any], state: Mapping[str, Any]) -
 def check_phase(index: int, runs: Sequence[Path], waiting: bool) -> None:
     """Raises RefusedError if the runs contradict the phase or the state in plan_state.json.
 
-    A later phase must not have begun, and no process of another phase may be alive. If run.json of
-    the phase is missing, or while the plan is `waiting`, no process of the phase may be alive.
+    `index` is the phase that was started last. No later phase may have begun. Only this phase may
+    have living processes, and only if its run.json exists and the plan is not `waiting`.
     """
     for number, run in enumerate(runs):
         has_begun = not is_missing(run / rundir.RUN)

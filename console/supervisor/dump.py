@@ -41,7 +41,7 @@ class _RankDump:
     """The result in words, or "" until there is a result."""
     data: bytes = b""
     used_last_resort: bool | None = None
-    """True if the signal `LAST_RESORT` was sent, False if not, None before this is decided."""
+    """Whether the signal `LAST_RESORT` was sent; None until this is decided."""
     copy: str = ""
     """The name of the copy in the run directory, or "" before the copy begins."""
 
@@ -59,7 +59,7 @@ def why_not(pid: int) -> str:
 
 
 class Dumps:
-    """Owns the dump in progress (at most one), and the requests that wait for the end of the dump.
+    """Owns the dump in progress, at most one, and the requests that wait for its end.
 
     Call `poll` while `busy` is true.
     """
@@ -79,7 +79,7 @@ class Dumps:
     def request(
         self, run: Path, live: Path | None, alive: Mapping[int, process.Handle], request: Request
     ) -> Outcome | None:
-        """Starts a dump, or joins the dump in progress; returns the outcome if it does neither."""
+        """Starts a dump or joins the dump in progress. Returns an outcome only for a rejection."""
         rank = request.args.get("rank")
         wanted = sorted(alive) if rank is None else [rank]
         if rank is not None and rank not in alive:
@@ -139,11 +139,10 @@ class Dumps:
             self._send_last_resort(each)
 
     def _send_last_resort(self, each: _RankDump) -> None:
-        """Sends the signal whose handler needs no GIL, if the rank has not moved since SIGUSR1.
+        """Sends `LAST_RESORT`, whose handler needs no GIL, if the rank has not moved since SIGUSR1.
 
-        The rank must also run or sleep (R or S) and catch both signals, and its pulse must be
-        available. A rank that moves is only slow, and its frames must not be read while they
-        change.
+        The handler must not read frames while they change. The pulse must therefore be available
+        and unchanged. The process must be in state R or S, and catch both signals.
         """
         pid, position = each.handle.pid, _position(self._live, each.rank)
         is_still = position is not None and position == each.position
@@ -193,7 +192,7 @@ def _late(each: _RankDump) -> str:
 
 
 def _set_result(each: _RankDump, result: str, reason: str) -> None:
-    """Sets a rank's result if it has none; `reason` says why the copy failed, or is ""."""
+    """Sets the result of a rank that has none; `reason` says why the copy failed, or is ""."""
     if not each.result:
         failure = f"was dumped, but {each.copy} cannot be written: {reason}"
         each.result = failure if reason else result

@@ -85,9 +85,9 @@ class Ends:
     ) -> Iterator[tuple[str, str, str]]:  # fmt: skip
         """Yields name, text and key of each alert on late or stuck processes or a lost torchrun.
 
-        `late_s` is the time limit for the start of the ranks once it has passed, 0 before. A rank
-        hangs at its exit if its process is alive `exit_s` after its exit record. With `is_ending`,
-        the only alert is on processes that KILL has not ended.
+        `late_s` is 0 until the time limit for the start of the ranks has passed; then it is this
+        limit. A rank hangs at its exit if its process is alive `exit_s` after its exit record. With
+        `is_ending`, the only alert is on processes that KILL has not ended.
         """
         tree, heads, now = self._tree, self._heads(), time.monotonic()
         if stuck := tree.stuck():
@@ -168,11 +168,11 @@ def take_log(tree: Tree, log: bytes) -> None:
 def end_of(
     worker: Worker, head: LatestRecords, words: Crash | None = None, step: int = 0
 ) -> RankEnd:
-    """Returns how a rank ended, from its exit, its records, and the end of its log (`words`).
+    """Returns how a rank ended: from its exit, its records and the last error in its log (`words`).
 
-    If the kernel did not report the exit, the exit code comes from a log, a document or the last
-    record; exit code 0 then needs a second source. `step` is the step in the pulse, because a crash
-    may lose the last records.
+    If the kernel did not report the exit code, the code comes from a log, a document or the last
+    record. Such a code 0 needs a second source. `step` is the step in the pulse; a crash may lose
+    the last records.
     """
     rank, code, signal = worker.rank, worker.code, worker.signal
     doubt = "" if worker.observed or worker.confirmed else _doubt(worker, head, step)

@@ -22,14 +22,14 @@ from console.status_text import rank_names
 APART_S = 2.0
 """Time between the two samples of each process."""
 DUMPED_AFTER_S, UNREAD_AFTER_S = 3.0, 8.0
-"""Stacks and flight records are read again until each sampled rank has both, or the collection has
-lasted `DUMPED_AFTER_S`. If the collection has not ended after `UNREAD_AFTER_S`, the evidence has
-what was read so far."""
+"""A collection reads stacks and flight records until each sampled rank has both, at most for
+`DUMPED_AFTER_S`. If a read hangs, the evidence is complete after `UNREAD_AFTER_S`, with what was
+read so far."""
 READ_EVERY_S = 0.5
 PY_SPY_S = 2.0
 """Longest time in which py-spy reads the stacks of the ranks that wrote no dump."""
 CLOCKS_APART_S = 0.1
-"""A file whose time is more than this in the future was written before the clock was set back."""
+"""A file from further in the future is ignored: it was written before the clock was set back."""
 AGAIN_S = 10.0
 """Shortest time between two collections. Ranks that move again within this time are only slow and
 need no new evidence."""
@@ -45,7 +45,7 @@ Positions = tuple[tuple[int, str, tuple[int, int, int]], ...]
 
 
 def _positions(ranks: Sequence[RankEvidence]) -> Positions:
-    """Returns the position of each rank, and the state of the process if that state lasts."""
+    """Returns each rank's number, its process state (only a lasting one) and its position."""
     return tuple(
         (each.rank, each.state if each.state in LASTING_STATES else "", each.position)
         for each in ranks
@@ -150,8 +150,8 @@ class Collector:
     def _with_py_spy(self, ranks: Sequence[RankEvidence], found: Evidence) -> Evidence:
         """Returns the evidence; py-spy adds the stacks of ranks that can run but wrote no dump.
 
-        The rules expect no stack of a rank that cannot run. The stacks that py-spy reads get the
-        time of the newest dump, or the present time if there is no dump.
+        The rules expect no stack of a rank that cannot run. A stack from py-spy gets the time of
+        the newest dump; without a dump, it gets the present time.
         """
         until, dumps = time.monotonic() + PY_SPY_S, dict(found.stacks)
         ts = max((each.ts for each in dumps.values()), default=time.time())

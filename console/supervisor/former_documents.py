@@ -128,7 +128,7 @@ class FormerRun:
 
 
 def recorded_end(state: Mapping[str, Any]) -> ReaderView:
-    """Returns the end in supervisor.json; without an end and its reason, a view without a state.
+    """Returns the end in supervisor.json, or a view without a state if it has no end with a reason.
 
     A recorded success is left out, because a program could forge a success to start the next phase.
     The exit codes and the records of the ranks decide whether the run succeeded.
@@ -153,8 +153,8 @@ def ended_attempts(state: Mapping[str, Any]) -> list[AttemptEnd]:
 def summary(state: Mapping[str, Any], run: Path | None, world: int, attempt: int) -> Summary:
     """Returns a summary without records: the counts of attempts and stalls, and the last pulses.
 
-    A count that supervisor.json lacks stays unknown. A known number of stalls is at least the
-    number in the newest events of `run`, unless `run` is None.
+    A count that supervisor.json lacks stays unknown. If the newest events of `run` have more stalls
+    than supervisor.json, their number is used.
     """
     stalls = jsonl.integer(state, "stalls")
     newest = Events()

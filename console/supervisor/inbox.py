@@ -1,7 +1,7 @@
 """Polls the mailboxes and other files of a launch; rejects a request that was answered before.
 
-A request file may contain anything. Therefore its size is bounded, the file must be a regular file
-of this user, and `console.action_table` checks its arguments before anything is executed.
+A request file may contain anything. It must be a regular file of this user, of at most
+`MAX_REQUEST_BYTES`. `console.action_table` checks the arguments before a request is executed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trainers.contract.errors import UsageError
 MAX_REQUEST_BYTES = 64 << 10
 MAX_REQUESTS_A_POLL = 64
 CHANGE_NS = 1_000_000_000
-"""The last change of a file may be this long after the poll that found the file."""
+"""A request is from the future if its file changed more than this after the poll that found it."""
 FILES_NAME = "files"
 """The name of the observer that reads the files of a run."""
 UNREADABLE = "the request is not a JSON object of at most 64 KiB, or cannot be read; send it again"
@@ -51,7 +51,7 @@ class Request:
     written_ns: int = 0
     """Time of the file's last change: its ctime, because a program can set the mtime."""
     found_ns: int = 0
-    """Time at which the file was found, by the same clock if that can be read."""
+    """Time at which the file was found, as `disk_ns` returns it."""
 
     @property
     def folder(self) -> Path:
@@ -139,11 +139,10 @@ def remove(path: Path) -> None:
 class Inbox:
     """Owns the ids of the requests that were received; executes no id twice.
 
-    A request that is not newer than `since_ns`, the start of this supervisor, is rejected, because
-    an earlier supervisor may have executed the request. A request from the future is rejected too,
-    because the clock of the file system was set back after the request was sent. While the clock is
-    before `since_ns`, only the second rule applies. The times are those of files, not those in
-    requests.
+    `since_ns` is the start of this supervisor. An older request is rejected, because an earlier
+    supervisor may have executed it. While the clock is before `since_ns`, this rule does not apply.
+    A request from the future is also rejected: the clock was set back after it was sent. Times are
+    those of the request files, by the clock of the file system.
     """
 
     def __init__(
@@ -213,8 +212,8 @@ class Poller:
 
     One poll runs at a time, on the thread of the run directory. A poll is due at least once a
     second, and when a watched file or a mailbox has changed. Heartbeats are read once a second,
-    or by every poll while there is a backlog. `execute` is called with the requests; `halt` is
-    called after each poll that finds a `.HALT` in the launch directory.
+    or by every poll while there is a backlog. At its end, a poll calls `halt` if the launch
+    directory contains a `.HALT`, and then `execute` with the requests.
     """
 
     def __init__(
@@ -232,8 +231,8 @@ class Poller:
     def start(self, runs: Sequence[Path], attempt: Attempt | None, every_s: float) -> bool:
         """Starts a poll if it is due and none is running; returns whether a poll was started.
 
-        A poll is due in each new second, after a change, and `every_s` after the last. `runs` are
-        the runs that have started; `attempt` is the current attempt.
+        A poll is due in each new second, after a change, and `every_s` after the last poll. `runs`
+        are the runs that have started; `attempt` is the current attempt.
         """
         now, changed = time.monotonic(), self._directory.changed
         is_new_second = int(now) != int(self._heartbeats_at)
@@ -292,7 +291,7 @@ class Poller:
     def _read_files(self, files: Files, heartbeats: bool) -> Poll | None:
         """Reads a run's files, or returns None if this observer is switched off.
 
-        The name of the observer is written first, so that the owner knows it if this process dies.
+        Writes the observer's name for the owner, in case this process dies during the read.
         """
         if FILES_NAME in self._link.observers_off():
             return None

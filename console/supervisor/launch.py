@@ -144,9 +144,9 @@ class Launch:
         entry = self._phases[index]
         entry |= {"state": "starting", "started_ts": time.time()}
         self.state, self._why = "running", ""
-        # plan_state.json is published before the run starts, because the next child must know of
-        # the run. If the state were still "waiting", the child would wait for the following phase.
-        # plan_state.json is written before run.json, so that it contains each run that has begun.
+        # plan_state.json is published first, because the next child must know of the run. With the
+        # state "waiting", the child would wait for the phase after this one. On disk, the document
+        # comes before run.json, so that it contains each run that has begun.
         self._publish(keeps_place=True)
         flags = self._spec.flags(index, self._next_flags.values())
         try:
@@ -163,8 +163,8 @@ class Launch:
     def _continue(self, former: Mapping[str, Any]) -> None:
         """Continues the launch of a former process, at the phase in plan_state.json.
 
-        Raises ContractError, and writes no event, if the documents of the launch contradict each
-        other.
+        Raises ContractError if the documents of the launch contradict each other; then no event is
+        written.
         """
         runs = [self._path / entry["dir"] for entry in self._phases]
         self._index = min(max(0, jsonl.integer(former, "phase") or 0), len(self._phases) - 1)

@@ -52,7 +52,7 @@ class LaunchSpec:
     host: Mapping[str, Any] = field(default_factory=dict)
     git: Mapping[str, Any] = field(default_factory=dict)
     continues: Mapping[str, str] = field(default_factory=dict)
-    """The launches that this launch resumes or whose checkpoints it loads: each id by directory."""
+    """The ids, by directory, of the launches that this launch resumes or loads checkpoints from."""
     operator: Settings = field(default_factory=Settings)
     """Settings of the operator who started or adopted the launch; a plan does not contain them."""
 

@@ -42,9 +42,8 @@ class TakenError(RefusedError):
 class Claim:
     """A launch directory that belongs to this process while the lock's descriptor is open.
 
-    The files of a launch that was interrupted before its supervisor was ready are removed, because
-    that launch never ran. With `adopt`, the directory contains a launch that no longer has a
-    supervisor.
+    A launch that was interrupted before its supervisor was ready never ran; `take` removes its
+    files. With `adopt`, the directory contains a launch that no longer has a supervisor.
     """
 
     def __init__(self, directory: Path, adopt: bool = False):
@@ -109,7 +108,7 @@ class Claim:
     def _check_content(self) -> None:
         """Raises RefusedError if the directory is in use or cannot be read.
 
-        Without `adopt`, files of a launch that ran, or of another program, are also an error.
+        Without `adopt`, also raises it for files of a launch that ran, or of another program.
         """
         try:
             names = os.listdir(self.directory)
@@ -182,9 +181,9 @@ def _owner_words(owner: Mapping[str, Any]) -> str:
 def start(directory: Path, spec: LaunchSpec) -> None:
     """Starts the supervisor of a launch and waits until the supervisor is ready.
 
-    Raises TakenError if the directory belongs to another launch, RefusedError if it cannot be used,
-    or ContractError if the supervisor does not start. The files that this launch wrote are then
-    removed.
+    Raises TakenError if the directory belongs to another launch, or RefusedError if it cannot be
+    used. Raises ContractError if the supervisor does not start; the files that this launch wrote
+    are then removed.
     """
     record, claim = spec.as_dict(time.time()), Claim(directory)
     claim.take()
@@ -291,8 +290,8 @@ def _start_supervisor(
 ) -> None:  # fmt: skip
     """Starts the supervisor and waits until it is ready. Raises OSError or ContractError.
 
-    For an adoption, `adopt` has the operator's settings as JSON, and `cwd` and `recorded` are the
-    working directory and the environment of the launch.
+    Three arguments are for an adoption: `adopt` has the operator's settings as JSON, `cwd` is the
+    working directory of the launch, and `recorded` its environment.
     """
     log = rundir.open_append(directory / rundir.SUPERVISOR_LOG)
     argv = [
@@ -323,8 +322,8 @@ def _wait_until_ready(
     """Waits until plan_state.json has the token of the lock. Raises ContractError.
 
     The pid in plan_state.json is not used, because the former supervisor may have had the same pid.
-    A supervisor that is not ready in time is ended, unless it adopts a launch: ranks that are alive
-    would end with it.
+    A supervisor that is not ready in time is ended. With `ranks_live` (an adoption) it is not
+    ended, because the ranks would end with it.
     """
     deadline = time.monotonic() + READY_S
     while time.monotonic() < deadline:

@@ -34,7 +34,7 @@ MAIN, FILES = range(SLOTS)
 # The kinds of messages from the child, with their contents or effects.
 ALIVE = b"B"
 CLOSING = b"C"
-"""The child closes its files and may wait for a disk, so it may be silent for `CLOSING_S`."""
+"""The child closes its files. A disk may delay this, so it may be silent for `CLOSING_S`."""
 STORE = b"K"
 """A document for the next child: its path, a zero byte, its content."""
 SPAWN = b"S"
@@ -102,8 +102,8 @@ class Channel:
     def send_waiting(self, flags: int = 0) -> None:
         """Sends the waiting messages. Raises OSError.
 
-        Waits until the socket has room. With the flag MSG_DONTWAIT, and on the socket of the owner,
-        which does not block, raises BlockingIOError instead.
+        Waits until the socket has room. With the flag MSG_DONTWAIT, raises BlockingIOError instead.
+        The same applies to the owner's socket, which does not block.
         """
         while self.is_waiting:
             if not self._unsent:

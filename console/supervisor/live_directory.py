@@ -30,12 +30,12 @@ def _prefix() -> str:
 class Live:
     """Owns the live directory of an attempt; `path` is None while no directory is in use.
 
-    A lock, released when this process ends, marks the directory as owned. The files of
-    the ranks are created before the ranks start, so that either all ranks have files or none has.
-    With `adopt`, the directory of a former process is opened.
+    A lock marks the directory as owned until this process ends. The files of all ranks are created
+    before the ranks start, so that either all ranks have files or none has. With `adopt`, the
+    directory of a former process is opened.
 
-    Pulses are read through descriptors, because logind with `RemoveIPC=yes` removes the names at
-    logout while the ranks still have the files mapped.
+    Pulses are read through open descriptors. logind with `RemoveIPC=yes` removes the names at
+    logout, but the ranks still write to the files.
     """
 
     def __init__(self, token: str, nproc: int, attempt: int, run: Path, adopt: bool = False):
@@ -152,7 +152,7 @@ class Live:
 class LastPulses:
     """Reads the pulse of each rank that has ended, because the rank's last records may be lost.
 
-    Calls `add` at most once for each rank: with its pulse, or with None if it never wrote a pulse.
+    Calls `add` at most once for each rank. `add` gets the pulse, or None if the rank wrote none.
     """
 
     def __init__(self, live: Live, add: Callable[[int, pulse.Pulse | None], object]):
@@ -182,9 +182,9 @@ class LastPulses:
         return max((last.step for last in self._found.values() if last is not None), default=0)
 
     def read_all(self, pids: Mapping[int, int], world: int) -> None:
-        """Reads the pulses of the ranks in `pids`.
+        """Reads the pulses of the ranks in `pids`; finds the ranks that wrote no pulse.
 
-        Calls `add` with None for a rank with a blank pulse: it wrote no record, so none is missing.
+        Such a rank wrote no record. `add` gets None, so that no record of it counts as missing.
         """
         for rank, pid in pids.items():
             self.step(rank, pid)
@@ -205,7 +205,7 @@ def _is_used(path: Path) -> bool:
 def sweep(after_s: float = SWEPT_AFTER_S) -> None:
     """Removes the live directories of dead supervisors of this user if their ranks have ended.
 
-    A directory remains until `after_s` after its last change, because its pulses are a second
+    A directory remains for `after_s` after its last change. Until then, its pulses are a second
     source on how the ranks ended.
     """
     for path in rundir.SHARED_MEMORY.glob(f"{_prefix()}*"):

@@ -40,8 +40,7 @@ def _write(fd: int, record: dict[str, Any]) -> None:
     """
     data = jsonl.encode(record)
     old = min(os.fstat(fd).st_size, MAX_BYTES)
-    # Truncated only after the write, because on a full disk freed blocks might not be available
-    # again.
+    # The write comes first: on a full disk, blocks freed by a truncation might be used by others.
     os.pwrite(fd, data.ljust(old), 0)
     os.ftruncate(fd, len(data))
 
@@ -49,8 +48,7 @@ def _write(fd: int, record: dict[str, Any]) -> None:
 class LaunchLock:
     """The lock of a launch that this process owns: its file, and the token in the file.
 
-    A new `LaunchLock` writes this process into the lock file in place of the launcher, and raises
-    OSError if that fails.
+    The constructor writes this process into the file in place of the launcher. Raises OSError.
     """
 
     def __init__(self, launch: Path, fd: int):

@@ -38,19 +38,19 @@ STEP_AGAIN, RUN_AGAIN = "the ranks step again", "its process runs again, or its 
 _CHANGING = re.compile(r"\d\d:\d\d:\d\d|\d+% of a core|running|sleeping")
 """Parts of a sentence that change while the stall itself does not change."""
 MAX_DOCUMENTS = 20
-"""At most this many verdicts of one stall get a file. Later verdicts are only shown; when the stall
-ends, the newest verdict replaces the content of the last file."""
+"""At most this many verdicts of one stall get a file. Later verdicts are only shown. At the end of
+the stall, the newest verdict overwrites the last file."""
 PULSE, DOUBTFUL_POLLS = "pulse", 3
-"""The alert on doubtful pulses, and the number of polls in a row after which it is raised."""
+"""The alert on doubtful pulses is raised after this number of polls in a row with such a pulse."""
 UNWRITTEN, UNWRITTEN_S = "records", 30.0
-"""The alert on records that are queued and not read, and the time after which it is raised."""
+"""This alert is raised if a record that a rank queued is not read within this time."""
 
 
 class Monitor:
     """Owns the verdict on one attempt and the due actions; raises and clears alerts.
 
-    A `late` monitor starts while the ranks already run. Until it has seen each pulse change, no
-    strong action on a stall is due, because a pulse may be a copy.
+    A `late` monitor starts while the ranks already run. A pulse may then be a copy, which never
+    changes. Therefore no strong action on a stall is due until every pulse has changed.
     """
 
     def __init__(
@@ -113,9 +113,9 @@ class Monitor:
     ) -> bool:
         """Applies the watch rules to the last sample; the result True says that this was done.
 
-        `seen` is empty until a rank is found, while a new child reads the records so far, and while
-        the ranks end for the reason `ending`. With `ending`, no action is due. `unread` says why
-        the records cannot confirm the pulses, or is "".
+        `seen` is empty until a rank is found, and while a new child reads the records so far.
+        `ending` says why the ranks end or have ended, or is "". With `ending`, `seen` is empty and
+        no action is due. `unread` says why the records cannot confirm the pulses, or is "".
         """
         self._ending, unchanged = ending, self._unchanged(seen)
         if seen or ending:
@@ -281,8 +281,8 @@ class Monitor:
     def _lasts(self, says: tuple[object, ...]) -> bool:
         """Returns whether a changed verdict is accepted.
 
-        If both verdicts have a sample, and the samples differ, then two samples must agree on the
-        new verdict: a rank that waits in a loop may show another cause in each sample.
+        A rank that waits in a loop may show another cause in each sample. If a newer sample changes
+        the verdict, the next sample must therefore agree. Other changes are accepted at once.
         """
         evidence = self._evidence.complete
         if evidence is None or self._sampled_ts in (0.0, evidence.ts):

@@ -1,8 +1,8 @@
 """Calls the observing functions of a run or launch; their exceptions raise alerts.
 
-Such an exception ends neither this process nor a rank. An observer that fails in `run` is skipped,
-tried again later, and switched off after repeated failures. `Run.tick` and `Attempt.tick`, which
-start and end processes, and the code that decides which phase comes next, are not observers.
+Such an exception ends neither this process nor a rank. `Observers.run` skips an observer that has
+failed, tries it again later, and switches it off after repeated failures. Code that starts or ends
+processes (`Run.tick`, `Attempt.tick`) or chooses the next phase is not an observer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ALERT = "observer-"
 WAITS_S = (2.0, 10.0, math.inf)
 """Seconds for which an observer is skipped after its first, second and third failure."""
 SETTLED_S = 60.0
-"""The count of failures starts again after this time without a failure, not after each success."""
+"""A success resets the count of failures only if the last failure is at least this long ago."""
 
 
 @dataclass(slots=True)
@@ -92,7 +92,7 @@ class Observers:
             self._link.state.activity.write(MAIN, before)
 
     def report_switched_off(self) -> None:
-        """Raises an alert on each observer that is off because several former children died in it.
+        """Raises an alert on each observer that is off, because children died in it repeatedly.
 
         The directory of the run must exist, or its creation must be queued.
         """

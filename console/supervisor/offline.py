@@ -60,10 +60,10 @@ SILENT_ALERTS = frozenset(
 def stall_doubt(run: Path) -> str:
     """Returns why the other files of a run do not confirm a stall, or "" if they confirm it.
 
-    If the newest file of `WRITTEN` was written T s after the newest record, and T is more than
-    `RECORDS_LATE_S`, then this file contradicts a stall until T s after it was written. If no file
-    of `WRITTEN` or no heartbeat file exists, or if a clock was set back after the newest record,
-    nothing confirms the records.
+    If the newest file of `WRITTEN` is newer than the newest record by more than `RECORDS_LATE_S`,
+    it contradicts a stall for that time: a log written 90 s after the newest record contradicts a
+    stall for 90 s. A stall is also not confirmed if one of the two files does not exist, or if the
+    newest record is in the future (a clock was set back).
     """
     records = _newest(run.glob("heartbeat_rank*.jsonl"))
     others = _newest(path for pattern in WRITTEN for path in run.glob(pattern))
@@ -203,8 +203,8 @@ def _watch_of(record: Mapping[str, Any]) -> Watch:
 class Diagnosis:
     """The result for one run; `why` explains the outlook, or is "" if the verdict explains it.
 
-    `source` says where the verdict comes from; `missing` adds to the missing evidence of the
-    verdict.
+    `source` says where the verdict comes from. `missing` lists missing evidence, in addition to
+    that in the verdict.
     """
 
     outlook: Outlook
@@ -229,9 +229,10 @@ def is_supervised(state: RunState) -> bool:
 def diagnosis(path: Path) -> Diagnosis:
     """Diagnoses a launch or run; takes some seconds if this process collects the evidence itself.
 
-    If a supervisor works and has detected a stall, its newest verdict is used. For a run that has
-    ended, the last verdict is used. In other runs, if ranks that are not being ended make no
-    progress, this process collects the evidence itself, with the code of the supervisor.
+    For a run that has ended, the last verdict is used. If a working supervisor has detected a
+    stall, its newest verdict is used. If ranks make no progress in any other run, this process
+    collects the evidence itself, with the code of the supervisor. It does not do so while the ranks
+    are being ended.
     """
     source = OfflineRun(path)
     before = _poll(source)
@@ -265,7 +266,7 @@ def diagnosis(path: Path) -> Diagnosis:
 def _poll(source: OfflineRun) -> Diagnosis | Readings:
     """Polls a run; returns a diagnosis that needs no new evidence, or else the readings.
 
-    In these readings, a rank has the state of its process if this is known (see `ranks_of`).
+    The ranks in these readings come from `ranks_of`.
     """
     now, state = source.poll(), source.state
     run = source.of[0] if source.of else None
@@ -291,8 +292,8 @@ def _poll(source: OfflineRun) -> Diagnosis | Readings:
 def _without_verdict(source: OfflineRun, ranks: tuple[RankEvidence, ...]) -> Diagnosis:
     """Returns "no stall" if all ranks show progress, or else "unknown".
 
-    A run that starts has "no stall" for up to `startup_s`, unless a rank has ended without
-    reporting its exit.
+    A run that starts also has "no stall" during its first `startup_s`. Once a rank has ended
+    without reporting its exit, it has "unknown".
     """
     state, run, watch = source.state, source.run, source.watch
     silent = [each for each in ranks if not each.phase]
@@ -315,11 +316,7 @@ def _without_verdict(source: OfflineRun, ranks: tuple[RankEvidence, ...]) -> Dia
 
 
 def ranks_of(state: RunState, run: Path, now: Readings) -> tuple[RankEvidence, ...]:
-    """Returns the ranks of the last poll, with the known states of their processes.
-
-    The pid of a rank that has not ended is 0 if supervisor.json does not prove that the process is
-    the rank.
-    """
+    """Returns the ranks of the last poll, each as `_with_process` returns it."""
     document = rundir.read_json(run / rundir.SUPERVISOR, below=run) or {}
     workers = {jsonl.integer(entry, "rank"): process.identity_in(document, entry)
                for entry in jsonl.entries(document, "workers")}  # fmt: skip
@@ -332,9 +329,10 @@ def ranks_of(state: RunState, run: Path, now: Readings) -> tuple[RankEvidence, .
 
 
 def _with_process(rank: RankEvidence, worker: Mapping[str, Any]) -> RankEvidence:
-    """Returns a rank with the state of its process, or pid 0 if `worker` does not identify it.
+    """Returns a rank with the state of its process, which `worker` of supervisor.json identifies.
 
-    A rank in the phase `exit` without an identified process is returned unchanged.
+    If `worker` does not identify it, a rank in the phase `exit` is returned unchanged. A rank of
+    this host whose pid no longer exists gets the state `GONE`. Any other rank gets pid 0.
     """
     state, pid = process.state(rank.pid) if rank.pid > 0 else "?", jsonl.integer(worker, "pid")
     has_ended = state in ("Z", "X") and worker.get("boot_id") == rundir.boot_id()

@@ -35,7 +35,7 @@ NOTHING = "nothing is overridden"
 FREE_S, POLL_S = 30.0, 0.05
 """The longest wait for the lock, and the time between two tries.
 
-A supervisor that has ended its plan still has the lock while it writes the report.
+After the end of its plan, a supervisor has the lock until the report is written.
 """
 
 
@@ -61,7 +61,8 @@ def apply(
 ) -> Outcome:
     """Overrides a gate that has a result, in the running phase `index`; returns the outcome.
 
-    A gate has a result if its `at` step was reached, or if it failed and this cannot change.
+    A gate with an `at` step has a result after this step. Any other gate has a result once it has
+    failed and can no longer pass.
     """
     try:
         if run is None or _index(phases, args["phase"], "phase") != index:
@@ -151,7 +152,7 @@ def _apply(launch: Path, args: Mapping[str, Any], by: str) -> str:
 def _append(folder: Path, event: Mapping[str, Any]) -> None:
     """Appends an event to a launch or run that no supervisor writes. Raises OSError.
 
-    The last line may be incomplete, because a disk was full; the event then begins a new line.
+    After a full disk, the last line may be incomplete. The event then begins a new line.
     """
     path, line = folder / rundir.EVENTS, jsonl.encode(event)
     line = line if jsonl.read_bytes(path, 1) in (b"", b"\n") else b"\n" + line

@@ -1,11 +1,13 @@
-"""The owner of a launch, which has the lock and the processes, and replaces a child that fails.
+"""The owner of a launch: it has the lock and the processes, and replaces a child that fails.
 
 The owner reads and writes no file of the run, and parses nothing that a rank wrote. The child, a
-fork of the owner, reads, writes and decides. If a child fails or is silent for too long, the next
-child starts with the documents that the owner stores. The owner gives up if the launch cannot
-start. It also gives up after repeated failures of children, if the last child was not killed for
-its silence and no process of the attempt is alive. If TERM or INT arrives and no child handles the
-signal in time, the owner itself sends TERM, and KILL after the grace time.
+fork of the owner, reads, writes and decides. The owner stores the newest documents of the child. If
+a child fails or is silent for too long, the next child starts with these documents.
+
+The owner gives up if the launch cannot start, or after repeated failures of children. It does not
+give up after it killed the last child for silence, or while a process of the attempt is alive. The
+child handles TERM and INT. If no child does so in time, the owner sends TERM, and KILL after the
+grace time.
 """
 
 from __future__ import annotations
@@ -32,15 +34,15 @@ from trainers.contract import environ
 
 PR_SET_PDEATHSIG = 1
 SILENT_S, FIRST_S, CLOSING_S = 10.0, 60.0, 3700.0
-"""The longest silence of a child: while it works, before its first message, and while it closes."""
+"""Longest silence before a child is killed: at work, before its first message, while closing."""
 WAITS_S = (0.0, 2.0, 10.0, 60.0)
-"""The wait before the next child after the first, second, third and each further failure."""
+"""Seconds before the next child starts: after the first, second, third and each further failure."""
 SETTLED_S = 60.0
 """After a child has been alive for this long, the count of failures starts again."""
 HANDLE_S = 0.5
 """The owner handles a signal itself when the child has not done so after this time."""
 LATE_S = 0.5
-"""After the grace time, the owner waits this long for the child's KILL, then sends its own."""
+"""The owner itself sends KILL this long after the grace time, if the child has not done so."""
 SCAN_EVERY_S, RESEND_EVERY_S, REFORK_S, POLL_S = 0.2, 0.1, 1.0, 2.5
 
 
@@ -196,9 +198,10 @@ class Owner:
             self._silent_limit_s = CLOSING_S
 
     def _kill_silent_child(self) -> None:
-        """Kills a child that is silent too long; in state D, it ends only after its system call.
+        """Kills a child that is silent for too long.
 
-        After a time in which the owner itself was stopped, the silence is counted anew.
+        A child in state D ends only after its system call. If the owner itself was stopped, the
+        silence is counted from now on.
         """
         before, self._checked_at = self._checked_at, time.monotonic()
         if self._checked_at - before > 2 * POLL_S:
@@ -336,7 +339,7 @@ class Owner:
             self._fork_at = min(self._fork_at, now)
 
     def _enforce_deadlines(self) -> None:
-        """Acts for a child that is late: handles TERM and INT, sends KILL after the grace time."""
+        """Does the work of a late child: handles TERM and INT, sends KILL after the grace time."""
         now = time.monotonic()
         if now >= self._handle_at:
             if self._kill_at == math.inf:  # the child did not send KILL_AFTER

@@ -1,10 +1,10 @@
 """The processes of one attempt: torchrun, its ranks and their descendants.
 
-The owner is the subreaper: a rank that outlives torchrun becomes a child of the owner, which then
-reads its exit code. If torchrun reaps a rank, the exit code comes from the handle of the rank, if
-the kernel still has the code, or else from torchrun's log or the rank's records. Processes are
-found by the token of the run in their environment. A known rank is still identified by its pidfd if
-it overwrites the token.
+The owner is the subreaper: if a rank outlives torchrun, the owner becomes its parent and reads its
+exit code. torchrun reaps the other ranks. The kernel may still report their exit codes through
+their handles; otherwise the codes come from torchrun's log or from the records. Processes are found
+by the token of the run in their environment. If a known rank overwrites the token, its pidfd still
+identifies it.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ class Worker:
     code: int | None = None
     signal: str | None = None
     observed: bool = False
-    """True if the kernel reported the exit; else the exit is unknown, or from a log or document."""
+    """True if the kernel reported the exit. Otherwise the exit has another source or is unknown."""
     confirmed: bool = False
     """True if an exit from a log or a document needs no other source."""
     killed_after_failure: bool = False
     """True if a supervisor killed the rank after a failure, or recorded its end as secondary."""
     unreaped: bool = False
-    """True if the rank is a zombie that its parent (perhaps a stopped torchrun) has not reaped."""
+    """True while the rank is a zombie, for example because torchrun is stopped and cannot reap."""
 
     def ended(self, code: int) -> None:
         """Sets the exit that the kernel reported; a negative code is a signal."""
@@ -82,8 +82,8 @@ class Worker:
 class Tree:
     """Owns the processes of one attempt; of the methods, only `spawn` waits for the owner.
 
-    torchrun starts with `token` and `home`, the run directory, in its environment, and its
-    descendants inherit both.
+    The environment of torchrun contains `token` and `home` (the run directory). Its descendants
+    inherit both.
     """
 
     def __init__(
@@ -100,13 +100,13 @@ class Tree:
         self.order: list[int] = []
         """Ranks in the order in which they ended."""
         self._kill_at = self._ranks_kill_at = math.inf
-        """The end of the grace time of all processes (0 after KILL), and that of the ranks."""
+        """When KILL is due: for all processes (0 after this KILL), and for the ranks only."""
         self._first_killed = math.inf
-        """The time of the first KILL to all processes or, if there was none, to the ranks only."""
+        """The time of the first KILL: to all processes, or to the ranks if only they got KILL."""
         self._scanned = self._killed = self._agent_over_at = 0.0
         self._left: list[int] = []
         self._over_at: dict[int, float] = {}
-        """The time at which a process without an exit code was first seen to have ended, by pid."""
+        """When the end of a process without an exit code was first seen, by pid."""
 
     @property
     def spawned(self) -> bool:
@@ -132,8 +132,8 @@ class Tree:
         """Takes over the processes of an attempt that a former supervisor or child started.
 
         `document` is the former supervisor.json. It may be older than the processes, so a process
-        without the token is checked. The exit codes of processes that ended before this call, or
-        that are not children of the owner, may stay unknown.
+        without the token is checked. If a process has already ended, or is not a child of the
+        owner, its exit code may stay unknown.
         """
         # If the owner has the document, the logs are not read, because their disk may hang.
         stored = self._link.stored(run / rundir.SUPERVISOR) or {}
@@ -169,8 +169,8 @@ class Tree:
     def _adopt_found(self, pids: Sequence[int], ended: Collection[str]) -> None:
         """Finds torchrun and ranks in `pids`, processes with the token; skips `ended` ranks.
 
-        The oldest process of a rank is the rank itself, because its children inherit its
-        environment. If the rank has ended, the oldest process is a child or has a copied token.
+        Children inherit the RANK of their parent, so the oldest process with a RANK is the rank
+        itself. If the rank has ended, it is a child, or a process with a copied token.
         """
         for pid in sorted(pids, key=lambda pid: rundir.start_ticks(pid) or math.inf):
             rank = process.environment(pid).get("RANK")
@@ -243,7 +243,7 @@ class Tree:
         return not self._left
 
     def terminate(self, grace_s: float) -> None:
-        """Sends TERM to torchrun, or to the ranks if it has ended; KILL follows after `grace_s`.
+        """Sends TERM to torchrun, or to the ranks if torchrun has ended; KILL after `grace_s`.
 
         TERM is not sent if the owner has already sent it.
         """
@@ -281,7 +281,7 @@ class Tree:
     def stuck(self) -> list[str]:
         """Returns the processes that KILL does not end, with their state: "8302 (D)".
 
-        torchrun and orphans without the token are among them only after KILL to all processes.
+        If only the ranks got KILL, torchrun and orphans without the token are left out.
         """
         if time.monotonic() - self._first_killed < LATE_S:
             return []
@@ -338,7 +338,7 @@ class Tree:
             self._forget(handle)
 
     def _add_rank(self, pid: int) -> bool:
-        """Adds a process of the run as the rank in its environment; returns whether it did."""
+        """Adds a process as the rank that its environment names; returns whether it was added."""
         variables = process.environment(pid)
         rank, local = variables.get("RANK", ""), variables.get("LOCAL_RANK", "")
         if not rank.isdecimal() or not local.isdecimal() or int(rank) in self.workers:

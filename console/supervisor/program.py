@@ -18,16 +18,16 @@ from console.sources import process
 from console.sources.sanitize import clean
 
 GRACE_S, SPARE_S, POLL_S = 2.0, 5.0, 0.02
-"""A program gets TERM after its time limit, and KILL after the grace time that follows.
+"""A program gets TERM after its time limit, and KILL `GRACE_S` later.
 
-If the program has not ended after a further `SPARE_S` (a hung disk), `run` waits no longer.
+After a further `SPARE_S`, `run` returns even if the program has not ended (a hung disk).
 """
 TAIL_BYTES, MAX_LINE, PARTS = 4096, 300, 16
 IS_OVER = os.WEXITED | os.WNOWAIT | os.WNOHANG
 
 
 class Ended(NamedTuple):
-    """The exit code or None, the failure in words ("" after code 0), the last line of output."""
+    """How a program ended: `code` is None if it did not start or end, `failure` "" after code 0."""
 
     code: int | None
     failure: str = ""
@@ -40,8 +40,8 @@ def run(
 ) -> Ended:  # fmt: skip
     """Runs a program and returns its end; the program gets TERM when `stopped` returns True.
 
-    The process group of the program gets KILL before its leader is reaped, because the number of
-    the group could be reused after that. Raises OSError if no descriptor is left.
+    At the end, the process group of the program gets KILL. The leader is reaped only afterwards,
+    because reaping frees the number of the group. Raises OSError if no descriptor is left.
     """
     begun, tail = time.monotonic(), b""
     left_at = begun + limit_s + GRACE_S + SPARE_S
@@ -81,7 +81,7 @@ def run(
 
 
 def _end_of(fd: int, tail: bytes) -> bytes:
-    """Returns the end of the output so far; reads a bounded part of it, and never waits."""
+    """Reads a bounded part of the output without waiting; returns the end of the output so far."""
     with contextlib.suppress(BlockingIOError):
         for _ in range(PARTS):
             tail = (tail + os.read(fd, 1 << 16))[-TAIL_BYTES:]

@@ -1,4 +1,4 @@
-"""Decides by the restart policy whether the next attempt of a run begins, and if not, why."""
+"""Decides by the restart policy whether a run gets another attempt, and says why not."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class AttemptEnd:
     """The end of one attempt.
 
     `checkpoint` is the step of the newest checkpoint at that time, or 0 if there was none.
-    `signature` is the error without its variable parts, or "" if the end predicts nothing (see the
-    function `signature`). `hopeless` says that a further attempt probably has the same error.
+    `signature` is the result of the function `signature`: the error without its variable parts.
+    `hopeless` says that a further attempt probably has the same error.
     """
 
     state: State
@@ -75,10 +75,9 @@ def next_attempt(ended: Sequence[AttemptEnd], policy: Restart) -> NextAttempt | 
     """Returns the next attempt, or why there is none.
 
     The reason is "" if the policy is "never", or if the last attempt neither failed nor crashed.
-    Only the attempts since the last new checkpoint use up the restarts. Each of these attempts
-    after the first doubles the back-off, up to `LONGEST_BACKOFF_S`. The run ends if the last
-    attempt is `hopeless`, or if the last two attempts have the same error and no new checkpoint
-    between them.
+    No attempt follows a `hopeless` one, or two attempts with the same error and no new checkpoint
+    between them. Only the attempts since the last new checkpoint use up the restarts. Each of these
+    attempts after the first doubles the back-off, up to `LONGEST_BACKOFF_S`.
     """
     last = ended[-1]
     if policy.when == "never" or last.state not in RESTARTABLE:
@@ -116,8 +115,8 @@ def _without_checkpoint(ended: Sequence[AttemptEnd]) -> int:
 def signature(facts: Facts) -> str:
     """Returns the error that ended an attempt, without steps, pids, ranks, addresses and sizes.
 
-    The result is "" for an end that predicts nothing about the next attempt: success, a request, a
-    signal from outside, a lost peer, an unknown exit.
+    The result is "" if the end predicts nothing about the next attempt. Examples are a success, a
+    request, a signal from outside, a lost peer and an unknown exit.
     """
     if not facts.over or decide(facts)[0] not in ("failed", "crashed"):
         return ""

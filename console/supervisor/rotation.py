@@ -26,7 +26,7 @@ from trainers.contract import jsonl, rundir
 
 LOG_LIMIT = 64 << 20
 RESERVE_BYTES = 64 << 20
-"""A copy begins only if so much space remains free on the disk, for a checkpoint."""
+"""A log is copied only if this much space stays free on the disk afterwards, for a checkpoint."""
 CHUNK_BYTES = 1 << 20
 LONGEST = 2
 """If a log is longer than this many times the limit, only its end is copied."""
@@ -71,7 +71,7 @@ class Rotation:
         return f"{path.name} was rotated: its content is in {path.name}.1{without}"
 
     def _rotate(self, path: Path) -> int:
-        """Moves a log, or its end, to `.1`; returns the offset of the first byte that was copied.
+        """Moves a log to `.1`; returns the offset where the copy begins (0, or more if it is long).
 
         The log is copied, and the copy is renamed to `.1`. Bytes written during the copying are
         added to the copy, up to a limit. Then the log is truncated. Raises OSError; the log is

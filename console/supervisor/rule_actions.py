@@ -26,15 +26,14 @@ class Policy:
     def __init__(self, directory: Directory, dumps: Dumps, end: Callable[[str, str], str]):
         self._directory, self._dumps, self._end = directory, dumps, end
         self._due: list[tuple[float, Attempt, Change]] = []
-        """Actions of rules with their attempts; none is executed before its time (monotonic s)."""
+        """Actions of rules: the earliest time of each (monotonic s), its attempt, the action."""
         self._halt_at = 0.0
         """A `.HALT` in the launch directory has no effect before this time."""
 
     def apply(self, run: Run) -> None:
         """Dumps the stacks that a verdict or an action needs; then executes the actions.
 
-        When an action is due, it is dropped if its rule is no longer raised, or if its attempt no
-        longer runs.
+        A due action is executed only if its rule is still raised and its attempt still runs.
         """
         if not self._dumps.busy and (wanted := run.attempt.monitor.pop_dump_wanted()):
             handles = run.attempt.tree.handles().items()
@@ -91,7 +90,7 @@ class Policy:
             self.halt(run, by, partial(self._report_failure, run, None))
 
     def _report_failure(self, run: Run, change: Change | None, outcome: Outcome) -> None:
-        """Raises an alert if a halt by a rule (`change`) or `.HALT` failed; schedules a retry."""
+        """If a halt failed, raises an alert and plans a retry; `change` is None for a `.HALT`."""
         done, text, _ = outcome
         if done:
             return

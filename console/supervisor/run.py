@@ -39,8 +39,8 @@ CODE_CHANGED = "code-changed"
 class Run:
     """Owns supervisor.json, the events and the attempts of one phase; `tick` does the due work.
 
-    With `former`, the run of a former process is continued. Raises UsageError if the run.json of a
-    new run cannot be made, for example because settings and flags are not valid together.
+    With `former`, the run of a former process is continued. Raises UsageError if run.json of a new
+    run cannot be made, for example because a setting is not valid.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Run:
         self._halt_file = False
         """True if the newest attempt is a restart, and its preparation found a `.HALT`."""
         self._next_at: float | None = None
-        """The time from which the next attempt is due, or None if the run waits for no attempt."""
+        """When the next attempt is due (monotonic s); None while the run waits for no attempt."""
         self._git: Mapping[str, Any] = jsonl.mapping(former_state, "git")
         """The newest recorded `git_facts` of the code, or {}."""
         self._changed_code = ""
@@ -137,7 +137,7 @@ class Run:
             self.event("note", "a new supervisor watches this run", "warn")
 
     def _continue_waiting(self, state: Mapping[str, Any]) -> bool:
-        """Waits for the next attempt if the former process did so; returns True in that case."""
+        """Waits for the next attempt; returns False if the former process did not wait for it."""
         policy = self._spec.plan.restart
         if len(self._ended) < self.number or not (
             again := restart.next_attempt(self._ended, policy)
@@ -280,7 +280,7 @@ class Run:
             self._git = found
 
     def _wait(self) -> None:
-        """Starts the next attempt when it is due; a `.HALT` or a stop before then ends the run."""
+        """Starts the next attempt when it is due, or ends the run after a `.HALT` or a stop."""
         if self.attempt.known.halt_file:
             self._conclude(*decide(Facts(previous_end=self._ended[-1].why, halt_file=True)))
         elif self._is_final:  # a former process got the request to end this waiting run

@@ -1,4 +1,4 @@
-"""Reads the files of an attempt: records, documents and `.HALT` in polls, logs at its end."""
+"""Reads the files of an attempt: polls records, documents and `.HALT`; reads logs at the end."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ class FinalRead:
     log: bytes = b""
     last: Mapping[int, Crash] = field(default_factory=dict)
     checkpoint: int | None = None
-    """The step of the newest complete checkpoint; 0 if there is none, None if it is not known."""
+    """The result of `newest_checkpoint`."""
     torchrun_signal: str = ""
-    """The signal that torchrun received, according to its log, or "" if the log has none.
+    """The signal that torchrun's log says it received, or "".
 
     The exits of the ranks must confirm this signal.
     """
     files: GateFiles | None = None
     former: Summary | None = None
-    """The totals of the run from which this run resumed without a further step, or None."""
+    """If this run resumed another run and did no further step: the totals of that run, or None."""
 
 
 def newest_checkpoint(run: Path) -> int | None:
@@ -170,8 +170,8 @@ class Files:
     def read_final(self, resumed_at_end: int) -> FinalRead:
         """Returns the data that are read only after all processes have ended.
 
-        `resumed_at_end` comes from the run's summary. Data that only gates need are read last; if
-        they cannot be read, the gates that need them are unknown.
+        `resumed_at_end` comes from the run's summary. The data for the gates are read last. If they
+        cannot be read, the gates that need them are unknown.
         """
         log = read_end(self._log, LOG_TAIL_BYTES, self._run)
         last = {}

@@ -35,14 +35,14 @@ def event_record(
 class Directory(Recorder):
     """Writes events and samples in the order of the calls; see `document` for the documents.
 
-    The thread of this object calls `on_done` when `deliver` has a new result, and when
-    `check_for_changes` has found a change. `find_loss` returns why the path no longer leads to this
-    launch's directory, or "" while it does. In a lost directory, no `job` is executed, and no
-    record file or document is opened or replaced.
+    The thread of this object calls `on_done` after each `job`, and when `check_for_changes` has
+    found a change. `find_loss` returns "" while the path leads to this launch's directory, or else
+    the reason. In a lost directory, no `job` is executed, and no record file or document is opened
+    or replaced.
     """
 
     check_every_s = 0.0
-    """Each write checks that the file is still at its path, so that readers find each answer."""
+    """0: each write checks that its file is still at its path, so that readers find each answer."""
 
     def __init__(
         self, on_done: Callable[[], None] = lambda: None, find_loss: Callable[[], str] = lambda: ""
@@ -114,8 +114,8 @@ class Directory(Recorder):
     def make_run(self, run: Path, record: Mapping[str, Any]) -> Path | None:
         """Creates a run directory with run.json, and makes the run the current run.
 
-        If a `.HALT` existed before, it is renamed; returns its new path, or None. Raises OSError or
-        RefusedError.
+        Renames a `.HALT` that existed before, and returns its new path. Without a `.HALT`, returns
+        None. Raises OSError or RefusedError.
         """
         rundir.make_directory(run)
         self.set_run(run)
@@ -215,8 +215,7 @@ class Directory(Recorder):
     ) -> None:  # fmt: skip
         """Queues work on files; `deliver` then calls `then` with the result or the error.
 
-        The error is OSError (ESTALE) if the launch directory is lost, or if `folder` is in
-        the current run and the directory of that run was replaced.
+        Before the work, `_check(folder)` is called. If it raises OSError, the work is not done.
         """
 
         def done() -> None:
