@@ -61,8 +61,8 @@ class _State:
 class Watchdog:
     """Watches one attempt.
 
-    `actions` is that of `with_plan`. `interval_s` is the intended time between two updates.
-    `settings` is that of `History`.
+    `actions` is as in `with_plan`, and `settings` as in `History`. `interval_s` is the intended
+    time between two updates.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
 """Reads the kernel's evidence about one process, for example the object that it waits for.
 
-The only sources are /proc and the cgroup file systems. The files that the process has open are not
-opened here, so a file system that does not answer does not block the reader. The memory of the
-process is not read, although it contains the path of an `open` and the descriptors of a `poll`. The
-holder of a file lock is found in /proc/locks, by the pid of the waiting process. If a process asks
-for a lock again and again, the holder is found by the inode of a file that the process has open.
+The only sources are /proc and the cgroup file systems. No file that the process has open is opened
+here. So a file system that does not answer does not block the reader. The memory of the process is
+not read, although it contains the path of an `open` and the descriptors of a `poll`. The holder of
+a file lock is found in /proc/locks, by the pid of the waiting process. If a process asks for a lock
+again and again, the holder is found by the inode of a file that the process has open.
 """
 
 from __future__ import annotations

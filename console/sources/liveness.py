@@ -1,9 +1,9 @@
 """Finds the living processes of a run, and the facts from which a reader decides the run's state.
 
-The supervisor decides the state of a run. If the supervisor is dead, a reader uses the processes
-that are alive (`unsupervised`), or else the recorded end, or else the exit records of all ranks. If
-none of these exists, the run is usually `lost`. A reader on another host cannot know which
-processes are alive, so there the run is `unsupervised` instead.
+The supervisor decides the state of a run. If the supervisor is dead, a reader decides by the first
+of these that exists: living processes (the run is `unsupervised`), a recorded end, the exit records
+of all ranks. If there is none, the run is usually `lost`. A reader on another host cannot know
+which processes are alive. There the run is `unsupervised` instead of `lost`.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def is_supervised(supervisor: Record) -> bool:
 def with_newest_state(supervisor: Record, *others: Record | None) -> dict[str, Any]:
     """Returns the document `supervisor` with the newest state that it or one of `others` has.
 
-    If a disk is full or does not answer, the document is late; the last `state` event or the
+    If a disk is full or does not answer, the document is late. The last `state` event or the
     supervisor heartbeat is then newer. An end in the document is final. A state in `others` is
     ignored if its time is more than `CLOCK_S` in the future. An end in `others` is used only if
     `_may_have_ended`.
@@ -164,10 +164,10 @@ def facts(
 ) -> Facts:  # fmt: skip
     """Returns the facts that a reader can observe about a run.
 
-    `supervisor` is supervisor.json with its newest state. If there is no such document (`trouble`
-    may say why), `supervisor` is the entry of the run in plan_state.json, or {}. `run` is run.json.
-    `behind` says that some records have not been read. `moved` is a sentence if the directory is a
-    copy or was moved; then no process that its documents name is treated as alive.
+    `supervisor` is supervisor.json with its newest state. Without such a document it is the entry
+    of the run in plan_state.json, or {}; `trouble` may then say why. `run` is run.json. `behind`
+    says that some records have not been read. `moved` is a sentence if the directory is a copy or
+    was moved. Processes in the documents of such a directory do not count as alive.
     """
     records = [head.last for head in heads.values()]
     has_exited = all(record.get("msg") == "exit" for record in records)

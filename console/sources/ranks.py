@@ -114,10 +114,10 @@ def _devices(run: Record) -> str:
 
 
 def own_gpus(run: Record, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """Returns those of a host's GPUs that the ranks of a run use, according to `run` (run.json).
+    """Returns the GPUs in `gpus` that the ranks of a run use, according to `run` (run.json).
 
-    A foreign program may use every GPU that it sees. If some of the GPUs are not known, for example
-    a MIG slice, or while NVML fails, all `gpus` are returned.
+    A foreign program may use every GPU that it sees. If some of the GPUs are not known, all `gpus`
+    are returned, for example for a MIG slice, or while NVML fails.
     """
     setting = jsonl.mapping(jsonl.mapping(run, "settings"), "train.device")
     device, devices = jsonl.text(setting, "value"), _devices(run)

@@ -270,8 +270,8 @@ class Summary:
     def resumed_at_end(self) -> int:
         """The step of the checkpoint that all ranks loaded, or 0.
 
-        The value is 0 if a rank recorded a step or did not exit with code 0, or unless the run is
-        known to have one attempt and no stall.
+        The value is above 0 only if the run is known to have one attempt and no stall, no rank
+        recorded a step, and each rank exited with code 0.
         """
         parts = [self.of_attempt(rank, 1) for rank in range(self.world)]
         starts = {part.start if part and part.exit and part.exit[1] == 0 else 0 for part in parts}
