@@ -70,7 +70,7 @@ class Evidence:
     def as_of(self, source: str) -> str:
         """Returns a text such as " as of 14:03:22", or "" if no time is known for the source.
 
-        The time is that of the source's oldest dump, or `ts` for the processes.
+        It is the time of the source's oldest dump, or `ts` for the processes.
         """
         dumps = {"flight records": self.flights, "stacks": self.stacks}.get(source, {})
         times = [each.ts for each in dumps.values()] + [self.ts] * (source == "processes")

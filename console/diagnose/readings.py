@@ -122,7 +122,7 @@ class NonFinite:
         self._add(losses, progress.overflow_steps - progress.scale_lowered_steps, progress.step)
 
     def add_pulse(self, rank: RankEvidence) -> None:
-        """Adds the count in a pulse, which may be newer than that of the newest record."""
+        """Adds the count in a pulse, which may be newer than the count in the newest record."""
         self._add(rank.nonfinite_steps, 0, rank.step)
 
     def _add(self, losses: int, gradients: int, step: int) -> None:

@@ -40,9 +40,8 @@ class Rule:
 
     A strong action interrupts or ends the run. It needs a value that reaches `severe` (`threshold`
     if `severe` is None). The second source, `corroborate`, must confirm the rule. A rule without
-    `corroborate` can only warn or dump. `watchdog --halt` can halt a run by each rule with an
-    `anomaly`, and writes the `anomaly` to `.anomaly_type`. The plan need not give such a rule an
-    action.
+    `corroborate` can only warn or dump. `watchdog --halt` can halt a run by a rule with an
+    `anomaly`, which it writes to `.anomaly_type`; the plan need not give the rule an action.
     """
 
     name: str

@@ -86,8 +86,8 @@ def _consecutive(count: Callable[[History], int | None], sentence: str) -> Measu
 def _non_finite(now: Readings, history: History, _watch: Watch) -> Measured | None:
     """Returns the number of steps of this attempt with non-finite figures, on the worst rank.
 
-    `acts_at` is the number of the newest consecutive records whose loss is not finite, or 0 while
-    the records are not current. Without a non-finite figure nothing is measured, because a former
+    `acts_at` counts the newest consecutive records whose loss is not finite; it is 0 while the
+    records are not current. Without a non-finite figure nothing is measured, because a former
     process may have seen one.
     """
     found = {rank: each for rank, each in history.nonfinite.items() if each.steps}
@@ -171,7 +171,7 @@ def _ecc(now: Readings, history: History, _watch: Watch) -> Measured | None:
 
 
 def _xid(now: Readings, _history: History, _watch: Watch) -> Measured | None:
-    """Adds up the Xids of each GPU whose newest Xid is recent; those of former attempts count."""
+    """Adds up the Xids, also of former attempts, of each GPU whose newest Xid is recent."""
     if not now.gpus:
         return None
     recent = [gpu for gpu in now.gpus if gpu.xid_count

@@ -125,8 +125,8 @@ class TruthHistory:
     def skipped_share(self, steps: int, after: int) -> tuple[float, int] | None:
         """Returns two values: the share of skipped steps, and the number of steps that it covers.
 
-        The share covers the last `steps` steps or more. Returns None unless the stored records
-        cover `steps` steps after their first `after` steps.
+        The share covers the last `steps` steps or more. Returns None if the stored records cover
+        fewer than `steps` steps after their first `after` steps.
         """
         if not self._skips:
             return None
@@ -221,8 +221,8 @@ class TruthHistory:
         """Returns the GPUs that the ranks seem to use, judged by the memory in use.
 
         A GPU counts if its memory in use is at least the smallest memory that a rank has reserved.
-        Returns [] if a rank has recorded no reserved memory. Also returns [] if there are more or
-        fewer such GPUs than ranks: other jobs may then use GPUs too.
+        Returns [] if a rank has recorded no reserved memory. Also returns [] if the numbers of such
+        GPUs and of ranks differ: other jobs may then use GPUs.
         """
         needed = [each.gpu_mem_reserved or 0.0 for each in self._newest.values()]
         if not needed or min(needed) <= 0:

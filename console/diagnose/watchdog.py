@@ -1,7 +1,7 @@
 """The watchdog: evaluates all watch rules at each update; returns alerts and due actions.
 
 An alert is raised when its condition has lasted for the rule's `for_s`. A strong action also needs
-a severe value, a condition that has lasted at least three times as long, and the confirmation of
+a severe value, a condition that has lasted at least three times this long, and a confirmation by
 the rule's second source. Until the confirmation, the action is withheld. Until a raised rule is
 cleared, its action is returned at most once.
 """

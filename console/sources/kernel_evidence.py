@@ -57,7 +57,7 @@ _EPOLL_PWAIT2, _UNTIL = 441, 1
 _OTHER_END = {os.O_RDONLY: "writer", os.O_WRONLY: "reader"}
 _FREEZER = (("freezer.state", "FROZEN"), ("freezer.state", "FREEZING"), ("cgroup.freeze", "1"),
             ("cgroup.events", "frozen 1"))  # fmt: skip
-"""Files of a cgroup, each with the line that says that the cgroup is, or is being, frozen."""
+"""Files of a cgroup, each with a line that shows that the cgroup is frozen or being frozen."""
 _FREEZER_WCHANS = ("__refrigerator", "do_freezer_trap", "get_signal")
 """Kernel functions that show a freeze even in a container that does not see its cgroup."""
 
@@ -188,7 +188,7 @@ def _tracer(pid: int) -> tuple[int, str] | None:
 
 
 def _is_frozen(pid: int) -> bool:
-    """Returns whether a cgroup of the process is, or is being, frozen (version 2 or 1)."""
+    """Returns whether a cgroup of the process (version 2 or 1) is frozen or being frozen."""
     return any(
         line in read_text(f"{folder}/{name}").splitlines()
         for folder in (*procfs.cgroup_folders(pid), *procfs.cgroup_folders(pid, "freezer"))

@@ -222,8 +222,8 @@ class Pace:
 
         The first `WARM_UP_STEPS` steps add no step times. A record contains the mean time of a
         phase. In one of n steps the phase lasted at most n times the mean, and not longer than the
-        longest step. For a rank with a GPU only `fetch` is used; the other times are those of the
-        GPU.
+        longest step. For a rank with a GPU only `fetch` is used; the other times are measured on
+        the GPU.
         """
         warm = steps_s[max(0, WARM_UP_STEPS - self._timed_steps) :]
         self._timed_steps += len(steps_s)

@@ -149,10 +149,9 @@ def environment(pid: int, proc: str = "/proc") -> dict[str, str]:
 def with_token(token: str, home: str = "") -> list[int]:
     """Returns the pids of the processes whose initial environment contains this token.
 
-    Two kinds of processes are not found: processes that have overwritten their environment, and
-    processes whose environment cannot be read, for example some in state D. With `home`, the
-    environment must also contain this run directory, because a token may be copied. Raises OSError
-    if the processes cannot be listed.
+    A process is not found if it has overwritten its environment, or if its environment cannot be
+    read, for example in state D. With `home`, the environment must also contain this run directory,
+    because a token may be copied. Raises OSError if the processes cannot be listed.
     """
     pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
     return [pid for pid in pids if (variables := environment(pid)).get(environ.TOKEN) == token
@@ -166,7 +165,7 @@ def catches(pid: int, number: int) -> bool:
 
 
 class Handle:
-    """One process: its pidfd, pid and start time. Its pid may later be that of another process."""
+    """One process: its pidfd, pid and start time. Another process may later have its pid."""
 
     def __init__(self, pid: int, fd: int, start_ticks: int):
         self.pid, self.fd, self.start_ticks = pid, fd, start_ticks

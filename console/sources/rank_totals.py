@@ -379,10 +379,10 @@ class RankTotals:
     def _speed(self) -> tuple[float | None, ...]:
         """Returns four values: step count, tokens per second, deviation, and longest ÷ median step.
 
-        The values are those of the last steps; the deviation is that of tokens per second. All
-        are None if fewer than two steps are known, or if a step or its duration is missing or not
-        valid. Only the newest step may be missing: a foreign program reports the figures of a step
-        when the next step begins.
+        The values cover the last steps; the deviation is of tokens per second. All are None if
+        fewer than two steps are known, or if a step or its duration is missing or not valid. Only
+        the newest step may be missing: a foreign program reports the figures of a step when the
+        next step begins.
         """
         rows = list(self.steps)[-LAST_STEPS:]
         few = self.dropped_steps and len(rows) < LAST_STEPS

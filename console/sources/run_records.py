@@ -111,7 +111,8 @@ class RunRecords:
     def figures(self, loss_unit: str) -> Mapping[str, Figure]:
         """Returns the newest figures of rank 0 and of the samples, the memory, and the stalls.
 
-        A run without a stall has no figure `stalls`. Its time is that of the newest other figure.
+        A run without a stall has no figure `stalls`. Its time is the newest time of the other
+        figures.
         """
         progress = {
             rank: record for rank, head in self.heads.items()

@@ -136,8 +136,7 @@ class Series:
         """The open spans of each file."""
         self.ended: deque[Span] = deque(maxlen=MAX_ENDED)
         self._built: dict[str, tuple[int, Points]] = {}
-        """For each quantity: the number of records in its file when its points were built, and the
-        points."""
+        """By quantity: its points, after the number of records in its file when they were built."""
         self.durations_s: deque[float] = deque(maxlen=STEP_WINDOW)
         self._steps = 0
         """The number of durations that `add_steps` has added."""
