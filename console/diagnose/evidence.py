@@ -50,7 +50,8 @@ class Evidence:
     gpus: Mapping[int, Gpu | None] = field(default_factory=dict)
     """The result of `gpu_signs.own_gpus`."""
     ts: float = 0.0
-    """Time at which the evidence was complete, or time of the newest sample after that (unix s)."""
+    """Time of the newest sample after the evidence was complete, or else time of completion (unix
+    s)."""
 
     @cached_property
     def places(self) -> Mapping[int, Where]:
@@ -100,8 +101,8 @@ class Stall:
     def is_together(self) -> bool:
         """True if all ranks wait for each other, and none is behind.
 
-        Every rank must have a flight record, and a stack that waits for its peers. The flight
-        records must show a collective in which ranks wait, and no difference.
+        Every rank must have a flight record, and a stack that shows a wait for its peers. The
+        flight records must show a collective in which ranks wait, and no difference.
         """
         found = self.difference
         return found.kind == "same" and found.number is not None and all(
@@ -153,8 +154,8 @@ class Stall:
 
         The stacks change "behind" only if each late rank (a rank that is behind) waits for its
         peers. The result is "same" if each late rank still waits in its last recorded call.
-        Otherwise it is "mismatch" if all ranks wait for their peers, and the late ranks in calls
-        that flight records do not show.
+        Otherwise it is "mismatch" if all ranks wait for their peers, and the late ranks wait in
+        calls that flight records do not show.
         """
         found = self.evidence.difference(tuple(each.rank for each in self.ranks))
         late = {each.number: each.where for each in self.suspects

@@ -132,7 +132,7 @@ def _culprits(stall: Stall) -> list[Suspect]:
     """Returns the ranks to blame: ranks that cannot run, or else those that the most sources name.
 
     Ranks that cannot run are not the cause if at least two sources name only ranks that can run. If
-    all can run and no source names a rank, returns the only rank, or [] if there are several.
+    all ranks can run and no source names a rank, returns the only rank, or [] if there are several.
     """
     found, blocked = stall.signs, [each for each in stall.suspects if each.cannot_run]
     numbers = {each.number for each in blocked}

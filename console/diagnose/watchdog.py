@@ -19,8 +19,8 @@ from console.model import STALL, Level
 from console.plan import Watch
 
 LONGEST_GAP_S = 5.0
-"""Longest time between two updates that counts as observed, unless twice the intended interval is
-longer."""
+"""Longest time between two updates that counts as observed; at least twice the intended
+interval."""
 REPORT_WITHHELD_AT = 2
 """Number of the unconfirmed update at which a due action is reported as withheld. The first
 unconfirmed update is not reported, because a record may be late."""

@@ -3,8 +3,8 @@
 The only sources are /proc and the cgroup file systems. No file that the process has open is opened
 here. So a file system that does not answer does not block the reader. The memory of the process is
 not read, although it contains the path of an `open` and the descriptors of a `poll`. The holder of
-a file lock is found in /proc/locks, by the pid of the waiting process. If a process asks for a lock
-again and again, the holder is found by the inode of a file that the process has open.
+a file lock is found in /proc/locks, by the pid of the waiting process. A process may also ask for a
+lock at intervals. The holder is then found by the inode of a file that the process has open.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def collect(
     """Returns the evidence about a process; its state is "gone" if the process does not exist.
 
     `tables` caches the TCP tables of each network namespace for other processes of the sample.
-    Returns None if the process cannot be read, or if another process, with other `start_ticks`, has
+    Returns None if the process cannot be read, or if `start_ticks` shows that another process has
     the pid now.
     """
     mono, first = time.monotonic(), stat(f"/proc/{pid}")

@@ -55,8 +55,8 @@ Record = Mapping[str, Any]
 def age(ts: float | None) -> float | None:
     """Returns the seconds since `ts`, or None if they are not available.
 
-    A time that is more than `CLOCK_S` in the future gives no age: a clock was set back, or the
-    clocks of two hosts differ.
+    A time more than `CLOCK_S` in the future has no age: a clock was set back, or two hosts' clocks
+    differ.
     """
     age_s = -math.inf if ts is None else time.time() - ts
     return max(0.0, age_s) if -CLOCK_S <= age_s < math.inf else None
@@ -65,7 +65,7 @@ def age(ts: float | None) -> float | None:
 def live_directory(supervisor: Record) -> Path | None:
     """Returns the live directory of a run, or None if there is none that can be trusted.
 
-    A directory of another host, of another user, or from before the last boot, is not used.
+    A directory of another host or user, or from before the last boot, is not used.
     """
     path = Path(jsonl.text(supervisor, "live_dir"))
     if path.parent != rundir.SHARED_MEMORY or not path.name.startswith(rundir.LIVE_PREFIX):

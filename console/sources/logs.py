@@ -100,8 +100,8 @@ class LogSource:
     def poll(self, over: bool = False) -> list[LogLine]:
         """Returns the new lines of all logs without blank lines; `over` as in `Log.poll`.
 
-        The lines are grouped by source. If the previous poll is not recent, and several sources
-        have lines, a last line of `ALL_SOURCES` says that the order between sources is not known.
+        The lines are grouped by source. After a long time without a poll, the order between sources
+        is not known; if several sources have lines, a last line of `ALL_SOURCES` says this.
         """
         self._discover()
         fresh = []

@@ -61,7 +61,7 @@ def words_of(error: BaseException) -> str:
 def opened_by(pid: int, proc: str = "/proc") -> frozenset[int] | None:
     """Returns N for each file /dev/nvidiaN that a process has open, or None if not available.
 
-    CUDA opens the files of all GPUs that it sees, so an open file does not show that the GPU is in
+    CUDA opens the files of all GPUs that it sees. So an open file does not show that the GPU is in
     use. The device file of WSL has the number -1. At most `procfs.MAX_DESCRIPTORS` open files are
     read. The answer is not available if none can be read, or if this limit is reached without a
     GPU. The driver is not called.
@@ -268,8 +268,7 @@ def has_library() -> bool:
 def kernel_count(root: Path = Path("/")) -> int | None:
     """Returns the number of GPUs in the kernel driver's list, or None if the list cannot be read.
 
-    In a container or a batch job NVML may count fewer GPUs, because it skips GPUs that it may not
-    open.
+    In a container or a batch job NVML may count fewer GPUs: it skips GPUs that it may not open.
     """
     try:
         return sum(1 for _ in (root / KERNEL_GPUS).iterdir())

@@ -125,8 +125,8 @@ class Pace:
     def add(self, record: Mapping[str, Any], first_step: int, mono: float, ts: float) -> None:
         """Adds one record, which was read at the times `mono` (monotonic s) and `ts` (unix s).
 
-        `first_step` is the first step of the attempt. A gap is used if it begins at this step, at a
-        later step, or after a progress record.
+        `first_step` is the first step of the attempt. A gap is used if it begins at or after this
+        step, or after a progress record.
         """
         step, written = record["step"], jsonl.number(record, "ts") or 0.0
         if self._read_at == -math.inf or step > self._step:

@@ -150,7 +150,7 @@ def visible(devices: str, uuids: Sequence[str]) -> list[int | None]:
 
     A MIG slice, or a UUID that no GPU has, has the index None. The result ends before the first
     entry that is neither a valid index nor a UUID. If an entry before that is repeated, the result
-    is [], because torch then sees no GPU.
+    is []: torch then sees no GPU.
     """
     if not devices:
         return list(range(len(uuids)))

@@ -146,8 +146,8 @@ class Series:
     def add(self, file: str, at: float, values: Mapping[str, float | None]) -> None:
         """Adds the values of one record of a file, except None and values that are not finite.
 
-        A value is also left out if its quantity belongs to another file or is excluded by `only`,
-        or if there are already `MAX_SERIES` other quantities. A record without a valid time is
+        A value is also left out if its quantity belongs to another file, if `only` excludes it, or
+        if there are already `MAX_SERIES` other quantities. A record without a valid time is
         ignored. If a clock was set back, times may be out of order.
         """
         if not 0 <= at < LATEST_S:
