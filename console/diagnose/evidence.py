@@ -50,8 +50,7 @@ class Evidence:
     gpus: Mapping[int, Gpu | None] = field(default_factory=dict)
     """The result of `gpu_signs.own_gpus`."""
     ts: float = 0.0
-    """Time of the newest sample after the evidence was complete, or else time of completion (unix
-    s)."""
+    """Time of the newest sample since the evidence was complete, or else of completion (unix s)."""
 
     @cached_property
     def places(self) -> Mapping[int, Where]:

@@ -272,8 +272,8 @@ def _origin(path: Path, stamp: object) -> tuple[str, str, str, str]:
 def _is_home(home: Path, run: Path, is_elsewhere: bool, token: str) -> bool:
     """Returns whether a run is still in the directory `home`, in which it was started.
 
-    `run` is its present directory. On this host, the paths of another host may have another
-    meaning. So for its run, returns False only if `home` is another directory with the same run.
+    `run` is its present directory. The paths of another host may have another meaning here. So for
+    a run of another host, returns False only if `home` is another directory with the same run.
     """
     try:
         if (is_same := home.samefile(run)) or not is_elsewhere:
