@@ -254,8 +254,8 @@ def _unusual(
 ) -> tuple[list[int], bool]:
     """Returns two values: ranks with an unusual call `number`, and whether they skipped a call.
 
-    A call is usual if it has followed a call like the one before `number`. After A, B, C, A, B the
-    usual call is C. A rank that calls A skipped C: A came at most `MAX_SKIPPED` calls after C.
+    A call is usual if it has followed a call like the one before `number`. After …, A, B, C, A, B
+    the usual call is C. A rank that calls A skipped C: A came at most `MAX_SKIPPED` calls after C.
 
     - If some ranks make a usual call and others do not, the others are returned.
     - If every rank makes a usual call, the ranks with a much rarer call (`RARE`) are returned, or
