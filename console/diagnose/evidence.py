@@ -50,7 +50,7 @@ class Evidence:
     gpus: Mapping[int, Gpu | None] = field(default_factory=dict)
     """The result of `gpu_signs.own_gpus`."""
     ts: float = 0.0
-    """Time at which the evidence was complete, or time of the newest sample after that (unix s)."""
+    """Time of the newest sample since the evidence was complete, or else of completion (unix s)."""
 
     @cached_property
     def places(self) -> Mapping[int, Where]:
@@ -70,7 +70,7 @@ class Evidence:
     def as_of(self, source: str) -> str:
         """Returns a text such as " as of 14:03:22", or "" if no time is known for the source.
 
-        The time is that of the source's oldest dump, or `ts` for the processes.
+        It is the time of the source's oldest dump, or `ts` for the processes.
         """
         dumps = {"flight records": self.flights, "stacks": self.stacks}.get(source, {})
         times = [each.ts for each in dumps.values()] + [self.ts] * (source == "processes")
@@ -100,8 +100,8 @@ class Stall:
     def is_together(self) -> bool:
         """True if all ranks wait for each other, and none is behind.
 
-        This is the case if every rank has a flight record and waits for its peers, and the flight
-        records show a wait in a collective and no difference.
+        Every rank must have a flight record, and a stack that shows a wait for its peers. The
+        flight records must show a collective in which ranks wait, and no difference.
         """
         found = self.difference
         return found.kind == "same" and found.number is not None and all(
@@ -122,7 +122,7 @@ class Stall:
         return waits and bool(odd and others) and not odd & others
 
     def silent(self, known: Mapping[int, object]) -> tuple[int, ...]:
-        """Returns the ranks without a key in `known`, or () if one of them could write evidence."""
+        """Returns the ranks without evidence in `known`; () if one of them was able to write it."""
         found = [each for each in self.suspects if each.number not in known]
         for each in found:
             frame = each.where.frame
@@ -151,9 +151,10 @@ class Stall:
     def _find_difference(self) -> Difference:
         """Returns the result of comparing the flight records of the ranks, checked by the stacks.
 
-        Ranks with fewer recorded calls are not behind if each waits for its peers, according to its
-        stack, and still waits in its last recorded call. If instead all ranks wait for peers, and
-        these ranks wait in calls that flight records do not show, the result is a mismatch.
+        The stacks change "behind" only if each late rank (a rank that is behind) waits for its
+        peers. The result is "same" if each late rank still waits in its last recorded call.
+        Otherwise it is "mismatch" if all ranks wait for their peers, and the late ranks wait in
+        calls that flight records do not show.
         """
         found = self.evidence.difference(tuple(each.rank for each in self.ranks))
         late = {each.number: each.where for each in self.suspects
@@ -183,10 +184,10 @@ def _suspect(rank: RankEvidence, evidence: Evidence) -> Suspect:
 def _with_gpus(suspects: Sequence[Suspect]) -> list[Suspect]:
     """Returns the suspects; those that may wait for their GPU have the class "device".
 
-    A main thread that runs in the program's code, and is not known to run Python code, may wait for
-    its GPU, unless that GPU is idle. If the GPU of such a rank runs a kernel, a rank in the same
-    frame may wait too, unless its own GPU is idle. Open GPU files do not prove that a rank uses its
-    GPU: a process that only counted the GPUs has them open too.
+    Such a rank has a stack of the class "own", and its GPU is not known to be idle. Its main thread
+    runs, and is not known to run Python code. Or it is in the same frame as a rank with such a
+    thread, whose GPU runs a kernel. Open GPU files are not enough: a process that only counted the
+    GPUs has them open too.
     """
     own = [each for each in suspects if each.uses_gpu and each.where.kind == "own"
            and not gpu_signs.is_idle(each.gpu)]  # fmt: skip
@@ -213,15 +214,15 @@ def _signs(stall: Stall) -> tuple[Sign, ...]:
 
 
 def _odd(odd: Sequence[int], stall: Stall) -> tuple[int, ...]:
-    """Returns the ranks that differ, or () if there are several ranks and all of them differ."""
+    """Returns `odd`, or () if `odd` contains all ranks of a stall with several ranks."""
     return tuple(odd) if len(odd) < len(stall.ranks) or len(stall.ranks) == 1 else ()
 
 
 def _of_flights(stall: Stall) -> Sign:
     """Names the ranks that differ, if the flight record of every rank is available.
 
-    Otherwise, if the available records show a wait and no difference, names the ranks without a
-    record, unless one of these ranks could have written its record.
+    If a record is missing, and the others show a wait and no difference, names the ranks without a
+    record. Names no rank if one of these ranks was able to write its record (`Stall.silent`).
     """
     found, flights = stall.difference, stall.evidence.flights
     complete = all(each.rank in flights for each in stall.ranks)
@@ -232,12 +233,13 @@ def _of_flights(stall: Stall) -> Sign:
 
 
 def _of_stacks(stall: Stall) -> Sign:
-    """Names the ranks of the first group below that is not empty, as far as `_odd` allows.
+    """Names the ranks of the first group below that is not empty; see also `_odd`.
 
-    The groups are: ranks whose native code holds the GIL; ranks that do not wait for peers, for a
-    GPU or to join; ranks that may wait for a GPU that is not known to run a kernel; if every rank
-    has a stack, ranks that wait to join; if all ranks with a stack wait for their peers, ranks that
-    could not write a stack.
+    - ranks whose native code holds the GIL
+    - ranks that do not wait for peers, for a GPU or to join
+    - ranks that may wait for their GPU, but no kernel is known to run on it
+    - ranks that wait to join; only if every rank has a stack
+    - ranks that could not write a stack; only if all ranks with a stack wait for their peers
     """
     places = stall.places()
     native = [rank for rank, place in places.items() if place.kind == "native"]
@@ -261,8 +263,8 @@ def _of_stacks(stall: Stall) -> Sign:
 def _of_processes(stall: Stall) -> Sign:
     """Names the ranks that cannot run, or else the ranks that delay the start-up of the others.
 
-    If there are no such ranks, names the ranks that compute or whose wait is their own. Names no
-    rank if there are several ranks and all of them were found.
+    If there are no such ranks, names the ranks that compute (`runs`) or have a wait of their own
+    (`waits`). Names no rank if all of several ranks were found.
     """
     odd = [each for each in stall.suspects if each.cannot_run]
     odd = odd or _starting(stall) or [each for each in stall.suspects if each.waits or each.runs]

@@ -32,10 +32,9 @@ def own_gpus(
     available has no key either.
 
     `opened` has the numbers N of the files /dev/nvidiaN that each rank has open, or None if they
-    are not available. The environment of a rank is {} if it cannot be read. CUDA opens the files
-    of all GPUs that it sees. If a rank sees several GPUs, the number of the rank selects its own
-    GPU in CUDA_VISIBLE_DEVICES, as in programs under torchrun. A GPU that several ranks share
-    counts as not known.
+    are not available. The environment of a rank is {} if it cannot be read. CUDA opens the files of
+    all GPUs that it sees. If a rank sees several GPUs, rank N has the GPU with the number N among
+    them, as in programs under torchrun. A GPU that several ranks share counts as not known.
     """
     found = dict[int, Gpu | None]()
     for rank, minors in opened.items():
@@ -101,10 +100,10 @@ def kernel_words(gpu: Gpu | None) -> str:
 def odd_ranks(gpus: Mapping[int, Gpu | None]) -> tuple[int, ...]:
     """Returns the ranks that the GPUs name as the cause of a stall.
 
-    If a GPU is lost, these are the ranks with a lost GPU. Otherwise each GPU must be idle, or run a
-    kernel with a known power draw; if not, returns (). If some GPUs are idle and others are not,
-    these are the ranks with an idle GPU. If no GPU is idle, some GPUs compute, and others run a
-    kernel that computes little (perhaps a wait for a peer), these are the ranks whose GPU computes.
+    Lost GPUs name their ranks. If no GPU is lost, each GPU must be idle, or run a kernel with a
+    known power draw; otherwise returns (). If some GPUs are idle, and others are not, the idle GPUs
+    name their ranks. If all GPUs run a kernel, and some kernels compute little (perhaps a wait for
+    a peer), the GPUs that compute name their ranks.
     """
     groups: dict[str, list[int]] = {}
     for rank, gpu in gpus.items():

@@ -46,8 +46,8 @@ class RankEvidence:
 
     Without either, `phase` is "". `unchanged_s` is the time since the pulse changed, or an estimate
     if there is no pulse. `state` is the kernel's letter, "gone", or "?" if it is not known. `p99_s`
-    is the 99th percentile of the times of the rank's phase, or of its steps if the phase has no
-    times; `by_records` uses the gaps between records instead.
+    is the 99th percentile of the times in the rank's phase, or of the step times if the phase has
+    none. `by_records` uses the gaps between records instead.
     """
 
     rank: int
@@ -154,7 +154,7 @@ def slowest(ranks: Sequence[RankEvidence]) -> tuple[RankEvidence, ...]:
 
 
 def unfinished(ranks: Sequence[RankEvidence]) -> tuple[RankEvidence, ...]:
-    """Returns the ranks that have not reported their exit; if all have, those that are alive.
+    """Returns the ranks that have not reported their exit; if all have, the ranks that are alive.
 
     A rank that has reported its exit counts as alive only if its process is identified.
     """
@@ -181,9 +181,9 @@ class Moment:
     def is_stalled(self) -> bool:
         """True if each of the slowest ranks exceeds its stall limit, or if a rank cannot continue.
 
-        A rank cannot continue if it is stopped or has ended without reporting its exit, and its
-        pulse has been unchanged for `NAMED_AFTER_S`. If all ranks have ended and none reported its
-        exit, only the stall limits count.
+        The pulse of such a rank has been unchanged for `NAMED_AFTER_S`, and its process is stopped,
+        or has ended without reporting its exit. If all ranks have ended and none reported its exit,
+        only the stall limits count.
         """
         if all(each.unchanged_s > limit_s(each, self.watch) for each in self.slowest):
             return True

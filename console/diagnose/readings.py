@@ -122,7 +122,7 @@ class NonFinite:
         self._add(losses, progress.overflow_steps - progress.scale_lowered_steps, progress.step)
 
     def add_pulse(self, rank: RankEvidence) -> None:
-        """Adds the count in a pulse, which may be newer than that of the newest record."""
+        """Adds the count in a pulse, which may be newer than the count in the newest record."""
         self._add(rank.nonfinite_steps, 0, rank.step)
 
     def _add(self, losses: int, gradients: int, step: int) -> None:
@@ -135,7 +135,7 @@ class NonFinite:
 class Rates:
     """The throughput in the records of rank 0, compared with the earlier throughput.
 
-    While the ratio is below `limit`, the rates are compared with those before the drop, so that a
+    While the ratio is below `limit`, new rates are compared with the rates before the drop. So a
     lasting drop does not become the usual throughput.
     """
 
@@ -168,9 +168,9 @@ class Rates:
 def rate_ratio(logs: list[float], usual: list[float]) -> tuple[float | None, list[float]]:
     """Returns two values: an upper bound of new rate ÷ old rate, and the old rates.
 
-    Rates are given as logarithms, in order. The median of each window of newest rates is
-    compared with the median of the rates before it, or of `usual`. The bound of a window is
-    `SURE_Z` standard errors above the measured ratio; the lowest bound is returned. The standard
+    Rates are given as logarithms, in order. For each of `WINDOWS`, the median of the newest rates
+    is compared with the median of `usual`, or else of the rates before them. The bound of a window
+    is `SURE_Z` standard errors above the measured ratio; the lowest bound is returned. The standard
     error follows from the spread of the rates, so a run with uneven steps needs more rates. Returns
     None and [] until there are enough rates.
     """
@@ -199,15 +199,15 @@ class History:
         self.is_paused = False
         """True while a rank without a `doubt` is in a phase of `PAUSES`."""
         self.is_current = False
-        """True if a record is new, or if no record is overdue and the run is not paused."""
+        """True if a record is new. Also true if no record is overdue and the run is not paused."""
         self.nonfinite: dict[int, NonFinite] = {}
         self.collapsed: int | None = None
         """Number of consecutive records of rank 0 with a collapsed attention gate."""
         self.uniform_steps: int | None = None
         self.rates = Rates(slow)
         self.fetch_shares: dict[int, float] = {}
-        """By rank: the share of fetch in the step time of the newest records. If these have only
-        one step, the value is at most the share in the records before."""
+        """By rank: the share of fetch in the step time of the newest records. A single step can
+        lower the value, but cannot raise it above the share in the records before."""
         self.pace_ratio: float | None = None
         """Pace of about the last minute ÷ earlier pace, by the steps and this host's clock."""
         self.growth_mib_s: dict[int, float] = {}

@@ -39,9 +39,9 @@ class Rule:
     """One row of the table of watch rules.
 
     A strong action interrupts or ends the run. It needs a value that reaches `severe` (`threshold`
-    if `severe` is None), and the second source `corroborate` must confirm the rule. A rule without
-    `corroborate` can only warn or dump. `watchdog --halt` can halt a run by a rule that has an
-    `anomaly`, even if the plan gives the rule no action; it writes this word to `.anomaly_type`.
+    if `severe` is None). The second source, `corroborate`, must confirm the rule. A rule without
+    `corroborate` can only warn or dump. `watchdog --halt` can halt a run by a rule with an
+    `anomaly`, which it writes to `.anomaly_type`; the plan need not give the rule an action.
     """
 
     name: str

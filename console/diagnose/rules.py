@@ -1,7 +1,7 @@
 """The table of watch rules: what each rule measures, when it is raised, and its second source.
 
 A measure is a function of the newest poll, the attempt so far and the plan's key `watch`. A rule is
-raised when its value has been at least as bad as `threshold` for `for_s`, and cleared when the
+raised when its value has been at least as bad as `threshold` for `for_s`. It is cleared when the
 value is at least as good as `clear`. Low values are bad if `threshold` is below `clear`; otherwise
 high values are bad. A new rule is one row in `TABLE`. No function here reads a file.
 """
@@ -39,7 +39,7 @@ PACE_LOST = 0.5
 def _stall(now: Readings, _history: History, watch: Watch) -> Measured | None:
     """Returns a time without progress, divided by the stall limit of the slowest rank.
 
-    The time is that of the slowest rank, or that of a stopped or ended rank if it is longer. The
+    The time is from the slowest rank, or from a stopped or ended rank if that time is longer. The
     value is at least 1 if there is a verdict, and below 1 otherwise.
     """
     first = min(slowest(now.ranks), key=lambda rank: rank.unchanged_s, default=None)
@@ -86,8 +86,8 @@ def _consecutive(count: Callable[[History], int | None], sentence: str) -> Measu
 def _non_finite(now: Readings, history: History, _watch: Watch) -> Measured | None:
     """Returns the number of steps of this attempt with non-finite figures, on the worst rank.
 
-    `acts_at` is the number of the newest consecutive records whose loss is not finite, or 0 while
-    the records are not current. Without a non-finite figure nothing is measured, because a former
+    `acts_at` counts the newest consecutive records whose loss is not finite; it is 0 while the
+    records are not current. Without a non-finite figure nothing is measured, because a former
     process may have seen one.
     """
     found = {rank: each for rank, each in history.nonfinite.items() if each.steps}
@@ -171,7 +171,7 @@ def _ecc(now: Readings, history: History, _watch: Watch) -> Measured | None:
 
 
 def _xid(now: Readings, _history: History, _watch: Watch) -> Measured | None:
-    """Adds up the Xids of each GPU whose newest Xid is recent; those of former attempts count."""
+    """Adds up the Xids, also of former attempts, of each GPU whose newest Xid is recent."""
     if not now.gpus:
         return None
     recent = [gpu for gpu in now.gpus if gpu.xid_count
@@ -301,8 +301,8 @@ _gate_recorded = _recorded(gate_collapsed)
 def _by_loss(now: Readings, history: History) -> str:
     """Confirms a non-finite loss from records.
 
-    If the run has one rank, and training.csv has no row, or no loss in its newest row, a count
-    above 0 in the pulse confirms the non-finite loss.
+    With a single rank, training.csv may have no row, or no loss in its newest row. A count above 0
+    in the pulse then confirms the non-finite loss.
     """
     alone = [rank.nonfinite_steps for rank in now.ranks] if len(now.ranks) == 1 else []
     if alone and alone[0] > 0 and (now.csv is None or now.csv.loss is None):

@@ -22,8 +22,8 @@ RANDOM_SOURCE = "synthetic"
 LEAK_TOKENS, LEAST_RECORDS = 16_384, 3
 """Least numbers of tokens and of records over which a loss is compared with chance."""
 SKIP_STEPS, SKIP_AFTER = 200, 50
-"""Least number of steps over which skipped steps are counted, and number of first steps of an
-attempt that are left out, because they calibrate the loss scale."""
+"""Skipped steps are counted over at least `SKIP_STEPS` steps. The first `SKIP_AFTER` steps of an
+attempt are left out, because they calibrate the loss scale."""
 SIZE = re.compile(r"(?<![a-z0-9.])(\d{1,4}(?:\.\d{1,3})?)([mb])(?![a-z0-9])")
 SIZES_DIFFER = 0.01
 BUSY, LEAST_GB_S = 0.9, 1e-6
@@ -66,7 +66,7 @@ def _first_loss(_now: Readings, history: History, _watch: Watch) -> Measured | N
 
 
 def _rank_zero_gradient(now: Readings, history: History, _watch: Watch) -> Measured | None:
-    """Returns the highest count, over the ranks, of consecutive records with gradient norm zero.
+    """Returns the largest number of consecutive records of one rank with gradient norm zero.
 
     The value is 0 if the newest gradient norm of every rank is zero.
     """
@@ -151,7 +151,7 @@ def _backend(now: Readings, _history: History, _watch: Watch) -> Measured | None
 
 
 def _model_size(now: Readings, _history: History, _watch: Watch) -> Measured | None:
-    """Returns the larger ÷ the smaller of two sizes: of the model, and in the config's name."""
+    """Returns the ratio, at least 1, between the model's size and the size in the config's name."""
     count = jsonl.number(now.env, "parameters") or 0.0
     counted = jsonl.number(now.env, "parameters_counted") or count
     name = jsonl.text(now.env, "config").rpartition("/")[2]
@@ -173,8 +173,8 @@ def _model_size(now: Readings, _history: History, _watch: Watch) -> Measured | N
 def _host_bound(now: Readings, history: History, _watch: Watch) -> Measured | None:
     """Returns the share of the time in which the GPUs are busy.
 
-    Returns None unless there are enough samples, and rank 0's newest phase times add up to 70-101 %
-    of its step time.
+    Returns None if there are too few samples. Also returns None if rank 0's newest phase times do
+    not add up to 70-101 % of its step time.
     """
     busy, progress = history.truth.busy, now.progress.get(0)
     if progress is None or not progress.step_s or len(busy) < LEAST_BUSY:
@@ -211,9 +211,9 @@ def _no_power(_now: Readings, history: History, _watch: Watch) -> Measured | Non
 def _imbalance(_now: Readings, history: History, _watch: Watch) -> Measured | None:
     """Returns the slowest rank's time in fetch and forward ÷ the time of the other ranks.
 
-    In these phases a rank does not wait for other ranks, except in the forward phase of FSDP. So
-    with FSDP, only fetch is compared. For a foreign program on a GPU, only fetch is compared too,
-    because its forward time is only the time in which the host starts the forward pass.
+    In these phases a rank does not wait for other ranks. In two cases only fetch is compared: with
+    FSDP, because a rank then waits in forward; and for a foreign program on a GPU, because it
+    measures only how long the host takes to start the forward pass.
     """
     truth, strategy = history.truth, history.value("train.strategy")
     own = ("fetch", "forward")

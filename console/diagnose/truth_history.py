@@ -23,8 +23,8 @@ SURE_Z, LEAST_SPREAD = 4.0, 0.02
 SURELY = 1.15
 """A difference is certain if the lower bound of its ratio is at least this value."""
 SLOWER, MATERIAL = 1.3, 0.1
-"""Bounds for a slower rank: the least ratio of its time to that of the others, and the least
-difference of the two times as a share of a step."""
+"""A rank is named as slower if it takes at least `SLOWER` times as long as the other ranks. A
+difference of less than `MATERIAL` of a step is ignored."""
 ROUNDED_TO = 4
 """A figure with at most this many decimals may be rounded, so it may repeat by chance."""
 STEPPING = frozenset((*TIMED_PHASES, "log", "step"))
@@ -125,8 +125,8 @@ class TruthHistory:
     def skipped_share(self, steps: int, after: int) -> tuple[float, int] | None:
         """Returns two values: the share of skipped steps, and the number of steps that it covers.
 
-        The share covers the last `steps` steps or more. Returns None unless the stored records
-        cover `steps` steps after their first `after` steps.
+        The share covers the last `steps` steps or more. Returns None if the stored records cover
+        fewer than `steps` steps after their first `after` steps.
         """
         if not self._skips:
             return None
@@ -175,10 +175,10 @@ class TruthHistory:
         )
 
     def slow(self, phases: Sequence[str]) -> tuple[float, str] | None:
-        """Returns two values: the slowest rank's time in `phases` ÷ that of the others, and a text.
+        """Returns the slowest rank's time in `phases` ÷ the time of the others, and a text.
 
-        The ratio is a lower bound until the difference is certain, and 1 if the difference is
-        small. Returns None for a single rank, or until there are enough records.
+        The ratio is 1 if the difference is below `MATERIAL`. It is a lower bound until the
+        difference is certain. Returns None for a single rank, or while there are too few records.
         """
         steps = [
             found for found in self._complete()[-WINDOW:]
@@ -218,10 +218,11 @@ class TruthHistory:
     # --- the GPUs ------------------------------------------------------------------------------
 
     def own_gpus(self, gpus: Sequence[Gpu]) -> list[Gpu]:
-        """Returns the GPUs whose memory in use is at least the least that a rank has reserved.
+        """Returns the GPUs that the ranks seem to use, judged by the memory in use.
 
-        Returns [] if a rank has recorded no reserved memory. Also returns [] if the number of such
-        GPUs differs from the number of ranks, because other jobs may then use GPUs too.
+        A GPU counts if its memory in use is at least the smallest memory that a rank has reserved.
+        Returns [] if a rank has recorded no reserved memory. Also returns [] if the numbers of such
+        GPUs and of ranks differ: other jobs may then use GPUs.
         """
         needed = [each.gpu_mem_reserved or 0.0 for each in self._newest.values()]
         if not needed or min(needed) <= 0:
@@ -250,7 +251,7 @@ def spent(progress: Progress, phases: Sequence[str]) -> float:
 
 
 def _compared(steps: Sequence[dict[int, Progress]], rank: int, phase: str) -> tuple[float, float]:
-    """Returns two values: the median seconds of a rank in a phase, and those of the other ranks."""
+    """Returns the median seconds in a phase, first of one rank, then of the other ranks."""
     times = [{r: spent(each, (phase,)) for r, each in found.items()} for found in steps]
     others = (median(s for r, s in each.items() if r != rank) for each in times)
     return median(each[rank] for each in times), median(others)

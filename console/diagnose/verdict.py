@@ -1,8 +1,8 @@
 """The verdict on a stall: ranks to blame, cause, confidence, evidence and the next step.
 
-The evidence names the ranks to blame, and the first rule of the table of causes that applies to the
-first of these ranks gives the cause. Such a cause has the confidence "high" only if two independent
-sources name this rank, and no source names only other ranks.
+The evidence names the ranks to blame. The first row of `CAUSES` that applies to the first of these
+ranks gives the cause. Such a cause has the confidence "high" only if two independent sources name
+this rank, and no source names only other ranks.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _culprits(stall: Stall) -> list[Suspect]:
     """Returns the ranks to blame: ranks that cannot run, or else those that the most sources name.
 
     Ranks that cannot run are not the cause if at least two sources name only ranks that can run. If
-    every rank can run and no source names a rank, returns the only rank, or [] for several.
+    all ranks can run and no source names a rank, returns the only rank, or [] if there are several.
     """
     found, blocked = stall.signs, [each for each in stall.suspects if each.cannot_run]
     numbers = {each.number for each in blocked}

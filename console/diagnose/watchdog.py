@@ -1,7 +1,7 @@
 """The watchdog: evaluates all watch rules at each update; returns alerts and due actions.
 
 An alert is raised when its condition has lasted for the rule's `for_s`. A strong action also needs
-a severe value, a condition that has lasted at least three times as long, and the confirmation of
+a severe value, a condition that has lasted at least three times this long, and a confirmation by
 the rule's second source. Until the confirmation, the action is withheld. Until a raised rule is
 cleared, its action is returned at most once.
 """
@@ -19,8 +19,8 @@ from console.model import STALL, Level
 from console.plan import Watch
 
 LONGEST_GAP_S = 5.0
-"""Longest time between two updates that counts as observed, unless twice the intended interval is
-longer."""
+"""Longest time between two updates that counts as observed; at least twice the intended
+interval."""
 REPORT_WITHHELD_AT = 2
 """Number of the unconfirmed update at which a due action is reported as withheld. The first
 unconfirmed update is not reported, because a record may be late."""
@@ -61,8 +61,8 @@ class _State:
 class Watchdog:
     """Watches one attempt.
 
-    `actions` is that of `with_plan`. `interval_s` is the intended time between two updates.
-    `settings` is that of `History`.
+    `actions` is as in `with_plan`, and `settings` as in `History`. `interval_s` is the intended
+    time between two updates.
     """
 
     def __init__(

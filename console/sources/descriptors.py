@@ -46,7 +46,7 @@ LOOP_EVENT = BlockedOn("lock", "an event of its event loop, which has no timer",
 
 
 def pipe_wait(link: str, is_full: bool) -> BlockedOn:
-    """Returns a pipe, or the FIFO at a path, as the object that a system call waits for."""
+    """Returns the wait of a system call for a pipe, or for the FIFO at a path."""
     subject = f"the FIFO {link}, which" if link.startswith("/") else "a pipe that"
     return BlockedOn("pipe", f"{subject} is {'full' if is_full else 'empty'}")
 
@@ -54,9 +54,9 @@ def pipe_wait(link: str, is_full: bool) -> BlockedOn:
 def poll_wait(pid: int) -> BlockedOn:
     """Returns the process's only unfinished connection, or else its only socket, or `NOTHING`.
 
-    Descriptors 0 to 2 are left out. The kernel does not show which descriptors a poll has. A socket
-    without an unfinished connection is therefore named only if at most `MAX_POLLED` descriptors
-    above stderr are open, and none of them is a pipe.
+    The kernel does not show which descriptors a poll has, so all except 0 to 2 are considered.
+    Without an unfinished connection, a socket is named only if there are at most `MAX_POLLED` of
+    these descriptors, and no pipe among them.
     """
     links = {fd: link for fd, link in procfs.open_links(pid).items() if fd > 2}
     return _only(pid, len(links), set(links.values()))
@@ -77,8 +77,8 @@ def select_wait(pid: int, highest: int, reads: bool) -> BlockedOn:
 def epoll_wait(pid: int, fd: int, is_timed: bool) -> BlockedOn:
     """Returns the object for which an epoll waits, or `NOTHING` if fdinfo does not show one object.
 
-    The wake-up sockets and the eventfds of an event loop are left out. A loop that has only these,
-    and at least one wake-up socket, waits for a timer or an event.
+    The wake-up sockets and the eventfds of an event loop are left out. If nothing else is left, and
+    there is a wake-up socket, the loop waits for a timer or an event.
     """
     info = read_text(f"/proc/{pid}/fdinfo/{fd}", TABLE_BYTES)
     fds = [int(fd) for fd in re.findall(r"^tfd:\s*([0-9]{1,9})\s", info, re.MULTILINE)]
@@ -131,9 +131,9 @@ def socket_tables(pid: int, known: dict[str, str] | None = None) -> str:
 
 
 def socket_wait(pid: int, inode: str, accepts: bool) -> BlockedOn:
-    """Returns a socket as the object that a system call waits for.
+    """Returns the wait of a system call for a socket.
 
-    The text contains the path of a local socket, or the address of a TCP socket's peer, if the
+    The text names a local socket by its path, and a TCP socket by the address of its peer, if the
     kernel's tables contain the path or the address. With `accepts`, a TCP socket is named by its
     own address.
     """
@@ -157,8 +157,8 @@ def socket_wait(pid: int, inode: str, accepts: bool) -> BlockedOn:
 class Connection:
     """An established connection; `is_unacked` means that the kernel resends unacknowledged data.
 
-    A peer that does not read still acknowledges data, so a resend shows a fault of the network
-    or of the host of the peer.
+    A peer that does not read still acknowledges data. So a resend shows a fault of the network or
+    of the peer's host.
     """
 
     here: str

@@ -1,11 +1,10 @@
 """Reads the collective flight records of ranks, and finds the ranks that differ.
 
-After a dump of its stacks, a rank writes torch's record of its last collectives. The record has at
-most 2,000 entries, or as many as `TORCH_FR_BUFFER_SIZE` says (0 turns the record off). Collectives
-are numbered within their process group, and in a correct program a collective has the same number
-on all ranks of the group. Point-to-point operations are left out, because they are numbered
-separately. `pg_status` is left out, because its last number may be that of a point-to-point
-operation.
+After a dump of its stacks, a rank writes torch's record of its last collectives.
+`TORCH_FR_BUFFER_SIZE` limits the number of entries (2,000 by default; 0 turns the record off). Each
+process group numbers its collectives. In a correct program a collective has the same number on all
+ranks of the group. Point-to-point operations are left out, because they are numbered separately.
+`pg_status` is left out, because its last number may belong to a point-to-point operation.
 
 gloo leaves `state` at "scheduled" and marks a collective that has ended as `retired`. With NCCL, a
 collective that is `retired` but not "completed" has timed out.
@@ -84,12 +83,11 @@ class FlightRecord:
 class Difference:
     """The result of comparing the flight records of ranks.
 
-    - behind: `ranks` have not called collective `number`, in which other ranks wait.
-    - mismatch: the ranks call different operations or sizes as collective `number`. `ranks` are
-      the minority. If there is no minority, `ranks` are the ranks that make an unusual call (see
-      `_unusual`), or (). It is also a mismatch if several ranks are the root; `ranks` are then
-      these ranks except the lowest. If ranks wait for each other in different groups, `number` is
-      None (see `_settled`).
+    - behind: other ranks wait in collective `number`, which `ranks` have not called.
+    - mismatch: the ranks call different operations or sizes as collective `number`. `ranks` are the
+      minority. Without a minority, `ranks` are the ranks with an unusual call (see `_unusual`), or
+      (). If several ranks are the root of a collective, `ranks` are all of them except the lowest.
+      If ranks wait for each other in different groups, `number` is None (see `_settled`).
     - same: no rank waits for a rank that is behind. `number` is the collective in which ranks
       wait, or None if no rank waits in a collective.
     - unknown: there is nothing to compare. `number` is the collective in which a rank waits, or
@@ -113,8 +111,8 @@ class Difference:
 def _signature(op: str, sizes: str, group: str) -> str:
     """Returns a text that must be equal on all ranks.
 
-    The text contains the operation. If every rank must have the same size in this operation, the
-    text also contains the number and the type of the elements.
+    The text contains the operation. If the operation needs the same size on every rank, the text
+    also contains the number and the type of the elements.
     """
     same = _SAME_SIZE_GLOO if group.startswith("gloo ") else _SAME_SIZE
     return op + (_SHAPE.sub(_elements, sizes) if same.fullmatch(op) else "")
@@ -256,11 +254,13 @@ def _unusual(
 ) -> tuple[list[int], bool]:
     """Returns two values: ranks with an unusual call `number`, and whether they skipped a call.
 
-    A call is usual if, in the past, it followed a call equal to the call before `number`. The ranks
-    skipped a call if, in the past, their calls came up to `MAX_SKIPPED` calls after the usual call.
-    If every rank makes a usual call, and no call has a majority, the ranks with a much rarer call
-    are returned. No rank is returned if every rank makes a usual call and one call has a majority,
-    if no rank makes a usual call, or if too few calls are known.
+    A call is usual if it has followed a call like the one before `number`. After …, A, B, C, A, B
+    the usual call is C. A rank that calls A skipped C: A came at most `MAX_SKIPPED` calls after C.
+
+    - If some ranks make a usual call and others do not, the others are returned.
+    - If every rank makes a usual call, the ranks with a much rarer call (`RARE`) are returned, or
+      none if one call has a majority.
+    - If no rank makes a usual call, or fewer than `MIN_PAST` calls are known, none is returned.
     """
     earlier: dict[int, str] = {}
     for member in members.values():
@@ -340,10 +340,10 @@ def _groups(records: Mapping[int, FlightRecord]) -> dict[str, dict[int, _Member]
 def _settled(groups: Mapping[str, _Members], is_complete: bool) -> Difference:
     """Returns the difference that explains the differences in the other groups.
 
-    The first choice is a mismatch, or the difference of ranks that are behind in one group and wait
-    in no other group. If all ranks that are behind wait in other groups, the result is usually a
-    mismatch, with the ranks that wait alone in a group as `ranks`, or () if these are many.
-    Otherwise, returns the difference of a group in which ranks wait, or else of any group.
+    The first choice is a mismatch in a group, or the ranks that are behind in one group and wait in
+    no other. If each rank that is behind waits in another group, the ranks wait for each other.
+    This is usually a mismatch, and `ranks` are those that wait alone in a group, or () if there are
+    many. Otherwise, returns the difference of a group in which ranks wait, or else of any group.
     """
     circular: list[str] = []
     found = {group: _difference(group, members) for group, members in groups.items()}

@@ -1,7 +1,8 @@
 """Reads logs, the newest checkpoint, and the speed of an earlier phase, for the gates.
 
 Each read has a limit, and a file that is a link is not read. If a log cannot be read completely,
-the gate `no_log_errors` is unknown, unless the part that was read has an error.
+the gate `no_log_errors` cannot pass: it fails if the part that was read has an error, and is
+unknown otherwise.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def read(run: Path, attempts: int, world: int) -> GateFiles:
 def _single(run: Path) -> tuple[str, float | None]:
     """Returns two values: the newest earlier run that has one rank, or "", and its last speed.
 
-    The speed is None unless the gate on the speed passed with the same value, to 0.1 %.
+    The speed is known only if the gate on the speed passed with the same value, to 0.1 %.
     """
     launch = run.parent
     plan = rundir.read_json(launch / rundir.PLAN, below=launch) or {}

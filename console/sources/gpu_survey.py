@@ -1,6 +1,6 @@
 """Reads the GPUs of this host once; a child process calls NVML, because a call may hang.
 
-KILL does not end a process that hangs in the driver, so the parent waits only `KILLED_S` for it.
+KILL does not end a child that hangs in the driver. So after KILL the parent waits only `KILLED_S`.
 """
 
 from __future__ import annotations

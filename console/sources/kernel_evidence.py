@@ -1,10 +1,10 @@
 """Reads the kernel's evidence about one process, for example the object that it waits for.
 
-The only sources are /proc and the cgroup file systems. The files that the process has open are not
-opened here, so a file system that does not answer does not block the reader. The memory of the
-process is not read, although it contains the path of an `open` and the descriptors of a `poll`. The
-holder of a file lock is found in /proc/locks, by the pid of the waiting process. If a process asks
-for a lock again and again, the holder is found by the inode of a file that the process has open.
+The only sources are /proc and the cgroup file systems. No file that the process has open is opened
+here. So a file system that does not answer does not block the reader. The memory of the process is
+not read, although it contains the path of an `open` and the descriptors of a `poll`. The holder of
+a file lock is found in /proc/locks, by the pid of the waiting process. A process may also ask for a
+lock at intervals. The holder is then found by the inode of a file that the process has open.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _EPOLL_PWAIT2, _UNTIL = 441, 1
 _OTHER_END = {os.O_RDONLY: "writer", os.O_WRONLY: "reader"}
 _FREEZER = (("freezer.state", "FROZEN"), ("freezer.state", "FREEZING"), ("cgroup.freeze", "1"),
             ("cgroup.events", "frozen 1"))  # fmt: skip
-"""Files of a cgroup, each with the line that says that the cgroup is, or is being, frozen."""
+"""Files of a cgroup, each with a line that shows that the cgroup is frozen or being frozen."""
 _FREEZER_WCHANS = ("__refrigerator", "do_freezer_trap", "get_signal")
 """Kernel functions that show a freeze even in a container that does not see its cgroup."""
 
@@ -120,7 +120,7 @@ def collect(
     """Returns the evidence about a process; its state is "gone" if the process does not exist.
 
     `tables` caches the TCP tables of each network namespace for other processes of the sample.
-    Returns None if the process cannot be read, or if another process, with other `start_ticks`, has
+    Returns None if the process cannot be read, or if `start_ticks` shows that another process has
     the pid now.
     """
     mono, first = time.monotonic(), stat(f"/proc/{pid}")
@@ -188,7 +188,7 @@ def _tracer(pid: int) -> tuple[int, str] | None:
 
 
 def _is_frozen(pid: int) -> bool:
-    """Returns whether a cgroup of the process is, or is being, frozen (version 2 or 1)."""
+    """Returns whether a cgroup of the process (version 2 or 1) is frozen or being frozen."""
     return any(
         line in read_text(f"{folder}/{name}").splitlines()
         for folder in (*procfs.cgroup_folders(pid), *procfs.cgroup_folders(pid, "freezer"))

@@ -120,7 +120,7 @@ def _has_run(names: Iterable[str]) -> bool:
 
 
 def _bare(directories: Iterable[tuple[Path, list[str]]]) -> list[tuple[float, Path]]:
-    """Returns, for each run without a launch, the time of its last change and its path."""
+    """Returns the time of the last change and the path of each run without a launch."""
     found: dict[tuple[int, int], tuple[float, Path]] = {}
     for path, names in directories:
         if rundir.PLAN not in names and _has_run(names) and not path.is_symlink():
@@ -159,11 +159,11 @@ def _directories(root: Path) -> Iterator[tuple[Path, list[str]]]:
 def find(name: str, root: Path = ROOT, act: bool = False) -> Path:
     """Returns the launch or run with this name.
 
-    `name` is a directory, `latest`, or an id: `<launch>`, or `<launch>/` with the number, the phase
-    or the name `<n>-<phase>` of a run. A unique prefix of `<launch>` is enough. Raises
+    `name` is a directory, `latest` or an id. An id is `<launch>`, `<launch>/<n>`,
+    `<launch>/<phase>` or `<launch>/<n>-<phase>`. A unique prefix of `<launch>` is enough. Raises
     NotFoundError if nothing matches, and UsageError if several launches match. For an action
-    (`act`) on an id or `latest`, also raises RefusedError if `check_in_place` does, or if another
-    launch may be the latest.
+    (`act`), `check_in_place` checks the launch of an id or of `latest`. RefusedError is also raised
+    if another launch may be the latest.
     """
     path = Path(name)
     there = path.is_dir()
@@ -225,8 +225,8 @@ def _latest(known: Sequence[KnownLaunch], root: Path, act: bool) -> Path:
 def check_in_place(path: Path, by_name: bool = False) -> None:
     """Raises RefusedError if the records of a launch or run show that it was copied or moved.
 
-    A run records the directory in which it started. With `by_name`, RefusedError is also raised if
-    there are runs but none recorded its directory, or if a run has recorded another launch id.
+    A run records the directory in which it started. With `by_name`, it is also raised if a run has
+    recorded another launch id, or if there are runs and none has recorded its directory.
     """
     launch = launch_of(path)
     runs = run_directories(launch) if launch else [path]
@@ -249,7 +249,7 @@ def check_in_place(path: Path, by_name: bool = False) -> None:
 
 
 def why_not_in_place(run: Path) -> str:
-    """Returns a sentence if a run or its launch is a copy or was moved; else, or if unknown, ""."""
+    """Returns a sentence if a run or its launch was copied or moved; "" if not, or if unknown."""
     path = run / rundir.RUN
     _, home, host, token = _origin(path, rundir.stamp(path))
     if not home or _is_home(Path(home), run, host not in ("", rundir.host_name()), token):
@@ -270,10 +270,10 @@ def _origin(path: Path, stamp: object) -> tuple[str, str, str, str]:
 
 
 def _is_home(home: Path, run: Path, is_elsewhere: bool, token: str) -> bool:
-    """Returns whether `home`, the directory in which a run was started, is its directory `run`.
+    """Returns whether a run is still in the directory `home`, in which it was started.
 
-    For a run of another host, whose paths may have another meaning here, returns True unless `home`
-    is another directory with the same run.
+    `run` is its present directory. The paths of another host may have another meaning here. So for
+    a run of another host, returns False only if `home` is another directory with the same run.
     """
     try:
         if (is_same := home.samefile(run)) or not is_elsewhere:

@@ -70,9 +70,8 @@ def end(run: Path, records: Collection[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns the end of a run as a `state` event, or {} if there is none.
 
     `records` are the newest records of the ranks; a file of `METRICS` older than these is ignored.
-    Such a file is written when a run completes, halts or meets a non-finite loss, but it does not
-    say which of these happened. The run therefore gets the state "completed" only if a record shows
-    all planned steps.
+    A run writes such a file when it completes, halts or meets a non-finite loss; the file does not
+    say which. So the run gets the state "completed" only if a record shows all planned steps.
     """
     newest_ts = max((jsonl.number(record, "ts") or 0.0 for record in records), default=0.0)
     for name in METRICS:

@@ -1,9 +1,9 @@
 """Finds the living processes of a run, and the facts from which a reader decides the run's state.
 
-The supervisor decides the state of a run. If the supervisor is dead, a reader uses the processes
-that are alive (`unsupervised`), or else the recorded end, or else the exit records of all ranks. If
-none of these exists, the run is usually `lost`. A reader on another host cannot know which
-processes are alive, so there the run is `unsupervised` instead.
+The supervisor decides the state of a run. If the supervisor is dead, a reader decides by the first
+of these that exists: living processes (the run is `unsupervised`), a recorded end, the exit records
+of all ranks. If there is none, the run is usually `lost`. A reader on another host cannot know
+which processes are alive. There the run is `unsupervised` instead of `lost`.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ Record = Mapping[str, Any]
 def age(ts: float | None) -> float | None:
     """Returns the seconds since `ts`, or None if they are not available.
 
-    A time that is more than `CLOCK_S` in the future gives no age: a clock was set back, or the
-    clocks of two hosts differ.
+    A time more than `CLOCK_S` in the future has no age: a clock was set back, or two hosts' clocks
+    differ.
     """
     age_s = -math.inf if ts is None else time.time() - ts
     return max(0.0, age_s) if -CLOCK_S <= age_s < math.inf else None
@@ -65,7 +65,7 @@ def age(ts: float | None) -> float | None:
 def live_directory(supervisor: Record) -> Path | None:
     """Returns the live directory of a run, or None if there is none that can be trusted.
 
-    A directory of another host, of another user, or from before the last boot, is not used.
+    A directory of another host or user, or from before the last boot, is not used.
     """
     path = Path(jsonl.text(supervisor, "live_dir"))
     if path.parent != rundir.SHARED_MEMORY or not path.name.startswith(rundir.LIVE_PREFIX):
@@ -103,7 +103,7 @@ def is_supervised(supervisor: Record) -> bool:
 def with_newest_state(supervisor: Record, *others: Record | None) -> dict[str, Any]:
     """Returns the document `supervisor` with the newest state that it or one of `others` has.
 
-    If a disk is full or does not answer, the document is late; the last `state` event or the
+    If a disk is full or does not answer, the document is late. The last `state` event or the
     supervisor heartbeat is then newer. An end in the document is final. A state in `others` is
     ignored if its time is more than `CLOCK_S` in the future. An end in `others` is used only if
     `_may_have_ended`.
@@ -164,10 +164,10 @@ def facts(
 ) -> Facts:  # fmt: skip
     """Returns the facts that a reader can observe about a run.
 
-    `supervisor` is supervisor.json with its newest state. If there is no such document (`trouble`
-    may say why), `supervisor` is the entry of the run in plan_state.json, or {}. `run` is run.json.
-    `behind` says that some records have not been read. `moved` is a sentence if the directory is a
-    copy or was moved; then no process that its documents name is treated as alive.
+    `supervisor` is supervisor.json with its newest state. Without such a document it is the entry
+    of the run in plan_state.json, or {}; `trouble` may then say why. `run` is run.json. `behind`
+    says that some records have not been read. `moved` is a sentence if the directory is a copy or
+    was moved. Processes in the documents of such a directory do not count as alive.
     """
     records = [head.last for head in heads.values()]
     has_exited = all(record.get("msg") == "exit" for record in records)

@@ -31,8 +31,8 @@ class Log:
     """Follows one log. Reading starts `BACKLOG_BYTES` before the end of the log.
 
     If the log is shorter, reading starts in the rotated file, if there is one. Lines that were not
-    read before a later rotation are skipped. With `skips`, if more than `LATE_BYTES` are not read
-    yet, reading continues `BACKLOG_BYTES` before the end, and a line says how much was skipped.
+    read before a later rotation are skipped. With `skips`, a reader that is more than `LATE_BYTES`
+    behind continues `BACKLOG_BYTES` before the end. A line then says how much was skipped.
     """
 
     def __init__(self, run: Path, path: Path, source: str, skips: bool = False):
@@ -45,7 +45,7 @@ class Log:
         """Returns new complete lines; with `over` also an incomplete last line.
 
         One call reads at most `BACKLOG_BYTES`. The first line after the start of reading or after a
-        skip may be cut, and a line longer than `MAX_LINE_BYTES` may be returned in parts.
+        skip may be cut. A line longer than `MAX_LINE_BYTES` may be returned in parts.
         """
         try:
             with jsonl.opened(self.path, self._run) as fd:
@@ -100,8 +100,8 @@ class LogSource:
     def poll(self, over: bool = False) -> list[LogLine]:
         """Returns the new lines of all logs without blank lines; `over` as in `Log.poll`.
 
-        The lines are grouped by source. If the previous poll is not recent, and several sources
-        have lines, a last line of `ALL_SOURCES` says that the order between sources is not known.
+        The lines are grouped by source. After a long time without a poll, the order between sources
+        is not known; if several sources have lines, a last line of `ALL_SOURCES` says this.
         """
         self._discover()
         fresh = []

@@ -61,10 +61,10 @@ def words_of(error: BaseException) -> str:
 def opened_by(pid: int, proc: str = "/proc") -> frozenset[int] | None:
     """Returns N for each file /dev/nvidiaN that a process has open, or None if not available.
 
-    CUDA opens the files of all GPUs that it sees, so an open file does not show that the GPU is in
-    use. The device file of WSL has the number -1. The answer is not available if no open file
-    can be read, or if the process has `procfs.MAX_DESCRIPTORS` or more open files and the first of
-    these contain no GPU. The driver is not called.
+    CUDA opens the files of all GPUs that it sees. So an open file does not show that the GPU is in
+    use. The device file of WSL has the number -1. At most `procfs.MAX_DESCRIPTORS` open files are
+    read. The answer is not available if none can be read, or if this limit is reached without a
+    GPU. The driver is not called.
     """
     links = procfs.open_links(pid, proc).values()
     found = {int(file[1]) for link in links if (file := DEVICE_FILE.fullmatch(link))}
@@ -268,8 +268,7 @@ def has_library() -> bool:
 def kernel_count(root: Path = Path("/")) -> int | None:
     """Returns the number of GPUs in the kernel driver's list, or None if the list cannot be read.
 
-    In a container or a batch job NVML may count fewer GPUs, because it skips GPUs that it may not
-    open.
+    In a container or a batch job NVML may count fewer GPUs: it skips GPUs that it may not open.
     """
     try:
         return sum(1 for _ in (root / KERNEL_GPUS).iterdir())
@@ -366,8 +365,8 @@ class Nvml:
     def _fail(self, error: Exception, listed: int) -> None:
         """Sets an error row for each expected GPU.
 
-        The GPUs in the kernel driver's list are expected. If this list is empty or missing, no GPU
-        is expected without a driver, and one GPU after any other failure.
+        The GPUs in the kernel driver's list are expected. If this list is empty or missing, one GPU
+        is expected, but none if the error says that there is no driver.
         """
         least = 0 if code_of(error) in NO_DRIVER_CODES else 1
         why = f"NVML cannot be initialised ({words_of(error)}); retrying"

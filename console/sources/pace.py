@@ -125,8 +125,8 @@ class Pace:
     def add(self, record: Mapping[str, Any], first_step: int, mono: float, ts: float) -> None:
         """Adds one record, which was read at the times `mono` (monotonic s) and `ts` (unix s).
 
-        `first_step` is the first step of the attempt. A gap is used if it begins at this step, at a
-        later step, or after a progress record.
+        `first_step` is the first step of the attempt. A gap is used if it begins at or after this
+        step, or after a progress record.
         """
         step, written = record["step"], jsonl.number(record, "ts") or 0.0
         if self._read_at == -math.inf or step > self._step:
@@ -222,8 +222,8 @@ class Pace:
 
         The first `WARM_UP_STEPS` steps add no step times. A record contains the mean time of a
         phase. In one of n steps the phase lasted at most n times the mean, and not longer than the
-        longest step. For a rank with a GPU only `fetch` is used; the other times are those of the
-        GPU.
+        longest step. For a rank with a GPU only `fetch` is used; the other times are measured on
+        the GPU.
         """
         warm = steps_s[max(0, WARM_UP_STEPS - self._timed_steps) :]
         self._timed_steps += len(steps_s)

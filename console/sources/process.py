@@ -1,9 +1,9 @@
 """Reads processes from /proc and signals them through pidfds.
 
-A process is identified by pid and start time. The pidfd of a `Handle` is opened before the identity
-is checked, so that the signals of the `Handle` never reach another process with the same pid.
-psutil is not used: it sends signals by pid, has no exit code of a process that is not a child, and
-scans all processes to find the children of one.
+A process is identified by pid and start time. The functions `open_*` first open the pidfd of a
+`Handle`, then check the identity. So the signals of the `Handle` never reach another process with
+the same pid. psutil is not used, for three reasons. It sends signals by pid. It returns an exit
+code only for a child. It scans all processes to find the children of one process.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _reads: dict[int, threading.Thread] = {}
 def program() -> str:
     """Returns a command that starts this program: `python -m console`, its name or its path.
 
-    The path is returned if this process was started by its path, and the shell does not find the
-    same file under the name. A process that was started otherwise, such as a supervisor, gets the
-    name, even if the shell does not find it.
+    A process that was started by the path of `nsa-console` gets this path, unless the shell finds
+    the same file by the name. Any other process, for example a supervisor, gets the name, even if
+    the shell does not find it.
     """
     called, found = Path(sys.argv[0]), shutil.which(NAME)
     if called.parts[-2:] == ("console", "__main__.py"):
@@ -112,7 +112,7 @@ def state(pid: int) -> str:
 def identity_in(document: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the identity of a process from its entry in supervisor.json.
 
-    A host or boot id that the entry lacks is that of the document.
+    If the entry lacks the host or the boot id, the value of the document is used.
     """
     return {key: document.get(key) for key in ("boot_id", "host")} | dict(entry)
 
@@ -125,9 +125,9 @@ def is_stopped(owner: Mapping[str, Any]) -> bool:
 def environment(pid: int, proc: str = "/proc") -> dict[str, str]:
     """Returns the initial environment of a process, or {} if it cannot be read.
 
-    The kernel reads it from the memory of the process. A process in state D, for example in `mmap`
-    of a file on a hung server, may hold the lock of this memory, and the read then waits for the
-    lock. For a process in state D, this function waits at most `UNREAD_AFTER_S`.
+    The kernel reads it from the memory of the process, and waits for the lock of this memory. A
+    process in state D may hold the lock, for example in `mmap` of a file on a hung server. So for a
+    process in state D, this function waits at most `UNREAD_AFTER_S`.
     """
     found = list[bytes]()
 
@@ -149,10 +149,9 @@ def environment(pid: int, proc: str = "/proc") -> dict[str, str]:
 def with_token(token: str, home: str = "") -> list[int]:
     """Returns the pids of the processes whose initial environment contains this token.
 
-    A process is not found if it has overwritten its environment, or if `environment` cannot read
-    the environment, as for some processes in state D. With `home`, the environment must also
-    contain this run directory, because a token may be copied. Raises OSError if the processes
-    cannot be listed.
+    A process is not found if it has overwritten its environment, or if its environment cannot be
+    read, for example in state D. With `home`, the environment must also contain this run directory,
+    because a token may be copied. Raises OSError if the processes cannot be listed.
     """
     pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
     return [pid for pid in pids if (variables := environment(pid)).get(environ.TOKEN) == token
@@ -166,7 +165,7 @@ def catches(pid: int, number: int) -> bool:
 
 
 class Handle:
-    """One process: its pidfd, pid and start time. Its pid may later be that of another process."""
+    """One process: its pidfd, pid and start time. Another process may later have its pid."""
 
     def __init__(self, pid: int, fd: int, start_ticks: int):
         self.pid, self.fd, self.start_ticks = pid, fd, start_ticks
@@ -239,10 +238,10 @@ def open_named(
     """Opens the process that a document names, then checks it; returns None if a check fails.
 
     The process need not have a token; setproctitle, for example, overwrites it. A document may name
-    any process, so the process must belong to this user and write its output into one of the run's
-    `logs`. If some processes have the token and the RANK of the named process (`family`), one
-    of them must be this process or descend from it. If `logs` is None, this supervisor wrote the
-    document, so only pid and start time are checked.
+    any process. So the process must belong to this user, and write its output into one of the run's
+    `logs`. `family` has the processes with the token and the RANK of the named process. If `family`
+    is not empty, it must contain the process or one of its descendants. If `logs` is None, this
+    supervisor wrote the document, so only pid and start time are checked.
     """
     if not rundir.is_alive(owner):
         return None

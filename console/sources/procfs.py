@@ -121,8 +121,8 @@ def cgroup_folders(pid: int | str, controller: str = "") -> list[str]:
     """Returns the directories of a process's cgroup and of its parent cgroups, outermost first.
 
     Returns [] if they are not available. Without a `controller`, the cgroup of version 2 is used.
-    Some of the directories may not exist, because in a container the path of the cgroup and the
-    mount may begin at different parents.
+    Some of the directories may not exist: in a container, the path of the cgroup and the mount may
+    begin at different parents.
     """
     lines = (
         line.split(":", 2) for line in read_text(f"/proc/{pid}/cgroup", TABLE_BYTES).splitlines()
@@ -158,8 +158,8 @@ def spare_bytes() -> int | None:
     """Returns about how many bytes our cgroup can still use before the kernel kills its processes.
 
     The kernel kills all processes of a cgroup if memory.oom.group is 1, as Kubernetes may set it.
-    Returns None if memory.oom.group is not 1, if this cgroup has no memory limit, or if the limit
-    or the use cannot be read.
+    Returns None if memory.oom.group is not 1, if the cgroup has no memory limit, or if its limit or
+    use cannot be read.
     """
     folder = _counting_folder()
     if not folder or _number_in(folder, "memory.oom.group") != 1:

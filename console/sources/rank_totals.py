@@ -1,7 +1,7 @@
 """Adds up the records of one rank over all its attempts, in the order of the rank's file.
 
 The memory for the totals is bounded. Records are numbered. A gap in the numbers shows which records
-are missing, and from which step on they may be missing.
+are missing, and the first step to which they may belong.
 """
 
 from __future__ import annotations
@@ -209,8 +209,8 @@ class Live(NamedTuple):
 class RankTotals:
     """The totals of one rank. Its records are added in the order of the rank's file.
 
-    When an attempt resumes, the values of the repeated steps are dropped from the totals that cover
-    only surviving steps.
+    Some totals cover only surviving steps. When an attempt resumes, these totals drop the values of
+    the steps that it repeats.
     """
 
     rank: int
@@ -379,10 +379,10 @@ class RankTotals:
     def _speed(self) -> tuple[float | None, ...]:
         """Returns four values: step count, tokens per second, deviation, and longest ÷ median step.
 
-        The values are those of the last steps; the deviation is that of tokens per second. All
-        are None if fewer than two steps are known, or if a step or its duration is missing or not
-        valid. Only the newest step may be missing: a foreign program reports the figures of a step
-        when the next step begins.
+        The values cover the last steps; the deviation is of tokens per second. All are None if
+        fewer than two steps are known, or if a step or its duration is missing or not valid. Only
+        the newest step may be missing: a foreign program reports the figures of a step when the
+        next step begins.
         """
         rows = list(self.steps)[-LAST_STEPS:]
         few = self.dropped_steps and len(rows) < LAST_STEPS

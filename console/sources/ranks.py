@@ -114,10 +114,10 @@ def _devices(run: Record) -> str:
 
 
 def own_gpus(run: Record, gpus: Sequence[Gpu]) -> tuple[Gpu, ...]:
-    """Returns those of a host's GPUs that the ranks of a run use, according to `run` (run.json).
+    """Returns the GPUs in `gpus` that the ranks of a run use, according to `run` (run.json).
 
-    A foreign program may use every GPU that it sees. If some of the GPUs are not known, for example
-    a MIG slice, or while NVML fails, all `gpus` are returned.
+    A foreign program may use every GPU that it sees. If some of the GPUs are not known, all `gpus`
+    are returned, for example for a MIG slice, or while NVML fails.
     """
     setting = jsonl.mapping(jsonl.mapping(run, "settings"), "train.device")
     device, devices = jsonl.text(setting, "value"), _devices(run)
@@ -150,7 +150,7 @@ def visible(devices: str, uuids: Sequence[str]) -> list[int | None]:
 
     A MIG slice, or a UUID that no GPU has, has the index None. The result ends before the first
     entry that is neither a valid index nor a UUID. If an entry before that is repeated, the result
-    is [], because torch then sees no GPU.
+    is []: torch then sees no GPU.
     """
     if not devices:
         return list(range(len(uuids)))

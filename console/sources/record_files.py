@@ -238,7 +238,7 @@ class RecordFiles:
     """Reads heartbeats, samples and events of one run, a bounded number of bytes at each poll.
 
     With `recent_bytes` only the end of each heartbeat and sample file is read. A file in `cursors`
-    is read from its cursor on, and a heartbeat file from some bytes before it (see `AGAIN_BYTES`).
+    is read from its cursor; a heartbeat file from some bytes before (see `AGAIN_BYTES`).
     """
 
     def __init__(

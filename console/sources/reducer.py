@@ -44,7 +44,7 @@ UNITS: Mapping[str, tuple[str, str]] = {
     "gpu_mem_alloc": ("MiB", "step"), "gpu_mem_reserved": ("MiB", "step"),
     "skipped_steps": ("steps", "run"), "dropped_records": ("records", "run"),
 }  # fmt: skip
-"""Unit and window of figures in a progress record; `model.loss_unit` returns that of the loss."""
+"""Unit and window of figures in a progress record; `model.loss_unit` returns the loss's unit."""
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """Reads one run, or the current run of a launch, as a `RunState`; each poll reads new records.
 
-Damaged content is not an error: lines that are not records are counted, and an alert names a
-document that is not a JSON object.
+Damaged content is not an error. Lines that are not records are counted. An alert names a document
+that is not a JSON object.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RunSource:
 
     `reads` selects the records as in `RunRecords`. One `poll` reads at most about `limit_bytes` of
     records; the state has the number of bytes left. With `reads="charts"` a poll reads up to twice
-    as many bytes; the first polls show the present state, and later polls add the older series. If
+    as many bytes. The first polls show the present state; later polls add the older series. If
     `only` has names, the series have only these quantities.
     """
 
@@ -80,7 +80,7 @@ class RunSource:
     def counted(self) -> tuple[bool, float | None, int]:
         """Three values: whether the totals include a snapshot, its time or None, and a count.
 
-        The count is the number of heartbeat records that the totals include in addition.
+        The count is the number of heartbeat records in the totals besides those in the snapshot.
         """
         records = self._records
         if records is None:
@@ -189,8 +189,8 @@ class RunSource:
     def _current_run(self, launch: LaunchState | None) -> Path | None:
         """Returns the run of the last phase that has started, or None if there is none.
 
-        If the launch is unsupervised, or if its documents are in doubt and it is not under way, the
-        newest run with processes that are alive is preferred.
+        In two cases the newest run with living processes is preferred: the launch is unsupervised;
+        or its documents are in doubt, and it is not under way.
         """
         if launch is None or self.launch_path is None:
             return None

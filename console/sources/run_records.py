@@ -92,8 +92,8 @@ class RunRecords:
         """Returns the open alerts of the run and those in `more`, the worst first.
 
         Acknowledged alerts follow after all others. `status` is the supervisor heartbeat, or {} if
-        there is none. While `status` is recent, its alerts replace those of the events, because a
-        full disk may lack the newest events.
+        there is none. While `status` is recent, its alerts replace those of the events, because the
+        newest events may be missing on a full disk.
         """
         by_events = self.reducer.events.open()
         found = list(by_events.values())
@@ -111,8 +111,8 @@ class RunRecords:
     def figures(self, loss_unit: str) -> Mapping[str, Figure]:
         """Returns the newest figures of rank 0 and of the samples, the memory, and the stalls.
 
-        A run without a stall has no figure `stalls`. This figure is as new as the newest of the
-        others.
+        A run without a stall has no figure `stalls`. Its time is the newest time of the other
+        figures.
         """
         progress = {
             rank: record for rank, head in self.heads.items()

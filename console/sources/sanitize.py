@@ -20,11 +20,11 @@ _TABLE[ord("\t")] = "    "
 def clean(text: str, limit: int = MAX_CHARS) -> str:
     """Returns `text` as one line that is safe to print.
 
-    Escape sequences, direction marks, zero-width spaces and joiners, Unicode line separators and
-    trailing line breaks are removed; a tab becomes spaces, and other control characters become "�".
-    The result has at most `limit` characters; an ellipsis usually marks a cut. If carriage returns
-    overwrite the line, as a progress bar does, only the last text remains. A text of more than
-    4 × `limit` characters is cut to this length first.
+    Removes escape sequences, direction marks, zero-width spaces and joiners, Unicode line
+    separators and trailing line breaks. Replaces a tab by spaces, and any other control character
+    by "�". The result has at most `limit` characters; an ellipsis usually marks a cut. If carriage
+    returns overwrite the line, as a progress bar does, only the last text remains. A text of more
+    than 4 × `limit` characters is cut to this length first.
     """
     if len(text) <= limit and text.isascii() and text.isprintable():
         return text

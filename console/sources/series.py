@@ -1,8 +1,8 @@
 """Stores the time series of one run, for example for the charts and the ETA.
 
-The newest records of a file are stored as points. The smallest and the largest value of each span
-of 10 s, 1 min, 10 min and 2 h are stored for older times. A span begins at a multiple of its
-width, so its limits do not depend on the reader.
+The newest records of a file are stored as points. Older times are stored as spans of 10 s, 1 min,
+10 min and 2 h, each with its smallest and largest value. A span begins at a multiple of its width,
+so its limits do not depend on the reader.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class Series:
         """The open spans of each file."""
         self.ended: deque[Span] = deque(maxlen=MAX_ENDED)
         self._built: dict[str, tuple[int, Points]] = {}
-        """The points of a quantity, after the number of records that its file had at that time."""
+        """By quantity: its points, after the number of records in its file when they were built."""
         self.durations_s: deque[float] = deque(maxlen=STEP_WINDOW)
         self._steps = 0
         """The number of durations that `add_steps` has added."""
@@ -146,9 +146,9 @@ class Series:
     def add(self, file: str, at: float, values: Mapping[str, float | None]) -> None:
         """Adds the values of one record of a file, except None and values that are not finite.
 
-        A value is also left out if its quantity belongs to another file, is excluded by `only`, or
-        would be one more than `MAX_SERIES`. A record without a valid time is ignored. If a clock
-        was set back, times may be out of order.
+        A value is also left out if its quantity belongs to another file, if `only` excludes it, or
+        if there are already `MAX_SERIES` other quantities. A record without a valid time is
+        ignored. If a clock was set back, times may be out of order.
         """
         if not 0 <= at < LATEST_S:
             return
@@ -243,8 +243,8 @@ class Series:
     def eta_s(self, step: int, planned: int) -> float | None:
         """Returns the seconds to the planned step: 0 if it is reached, None without a known speed.
 
-        The speed includes pauses, but the time between two records counts as at most `PAUSE` times
-        its usual length, so that one stall hardly changes the result.
+        The speed includes pauses. But the time between two records is cut to `PAUSE` times its
+        usual length, so that one stall hardly changes the result.
         """
         if planned <= step:
             return 0.0

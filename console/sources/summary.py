@@ -31,9 +31,9 @@ STEPPING = ("fetch", "forward", "backward", "optimizer", "log", "step")
 class GpuTotals:
     """The totals for the mean utilisation of each GPU while the ranks are in a training step.
 
-    The time between two samples counts if every rank of both samples was in a step. If this time is
-    longer than `EVERY_S`, the excess is treated as idle, so that missing samples can only
-    lower the use. The time from one attempt to the next counts as idle.
+    The time between two samples counts if every rank of both samples was in a step. Time beyond
+    `EVERY_S` is treated as idle, so that missing samples can only lower the use. The time from one
+    attempt to the next counts as idle.
     """
 
     seconds: float = 0.0
@@ -170,7 +170,7 @@ class Summary:
     def different(self, ranks: range) -> list[int]:
         """Returns each of `ranks` with a record or a last pulse, and the first without either.
 
-        All ranks without either have equal totals, so a result for one of them holds for all.
+        All ranks that have neither have equal totals, so a result for one of them holds for all.
         """
         known = self.ranks.keys() | {rank for _, rank in self.ends}
         other = islice((rank for rank in ranks if rank not in known), 1)
@@ -189,8 +189,8 @@ class Summary:
     def gap(self, ranks: range, surviving: bool, tails: bool) -> str:
         """Returns why the records do not cover the run, or "" if they do.
 
-        With `surviving` only the surviving steps are checked. With `tails` a rank without an exit
-        record needs no last records, because its pulse replaces them.
+        With `surviving` only the surviving steps are checked. With `tails`, the last records of a
+        rank without an exit record may be missing, because its pulse replaces them.
         """
         if not self.of_rank(0).progress:
             newest = self.of_attempt(0, self.of_rank(0).newest)
@@ -270,8 +270,8 @@ class Summary:
     def resumed_at_end(self) -> int:
         """The step of the checkpoint that all ranks loaded, or 0.
 
-        The value is 0 if a rank recorded a step or did not exit with code 0, or unless the run is
-        known to have one attempt and no stall.
+        The value is above 0 only if the run is known to have one attempt and no stall, no rank
+        recorded a step, and each rank exited with code 0.
         """
         parts = [self.of_attempt(rank, 1) for rank in range(self.world)]
         starts = {part.start if part and part.exit and part.exit[1] == 0 else 0 for part in parts}

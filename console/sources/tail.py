@@ -35,13 +35,12 @@ def is_missing(path: Path) -> bool:
 class Tail:
     """Follows one growing file of JSON lines.
 
-    `accept` returns the record of a decoded object, or None if the line is to be skipped; by
-    default the object is the record.
-    To reach the end of a long file, call `poll` until `offset` no longer changes. Reading starts at
-    most `again_bytes` before the line at `begin_at`. If `begin_at` is 0, reading starts at most
-    `recent_bytes` before the end, or, if `recent_bytes` is None, at the start. Long holes are
-    skipped. If the file is replaced or truncated, it is read as if `begin_at` were 0; with `stays`,
-    a replaced file is not read.
+    `accept` turns a decoded object into a record, or returns None to skip the line. By default the
+    object is the record. To reach the end of a long file, call `poll` until `offset` no longer
+    changes. Reading starts at most `again_bytes` before the line at `begin_at`. If `begin_at` is 0,
+    reading starts at the start, or with `recent_bytes` at most this many bytes before the end. Long
+    holes are skipped. A replaced or truncated file is read as if `begin_at` were 0. With `stays`, a
+    replaced file is not read.
     """
 
     def __init__(
