@@ -73,7 +73,7 @@ def _state(state: RunState, now: float) -> tuple[str, str]:
 
 
 def _still_s(state: RunState) -> float | None:
-    """Returns the time of the blamed rank in its phase; if no rank is blamed, the least time."""
+    """Returns the time of the blamed rank in its phase, or else the least time of any rank."""
     blamed = state.verdict.rank if state.verdict else None
     pulses = [r.pulse for r in state.ranks if r.pulse and blamed in (None, r.rank)]
     return min((p.since_s for p in pulses if p.since_s is not None), default=None)
