@@ -151,7 +151,7 @@ class Alert:
     key: str = ""
     acknowledged: bool = False
     observed: bool = False
-    """True if this reader, not the supervisor, raised the alert; the alert clears automatically."""
+    """True if this reader raised the alert, not the supervisor. It then clears automatically."""
 
 
 @dataclass(frozen=True, slots=True)

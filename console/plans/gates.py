@@ -221,7 +221,7 @@ def named(rule: GateRule, at: int) -> str:
 
 
 def reached(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
-    """Evaluates each gate at those of its `at` steps that all ranks of a live run have reached."""
+    """Evaluates the gates of a live run at each step in `at` that all its ranks have reached."""
     summary.is_live = True
     ranks = summary.different(range(summary.world))
     marks = [{row.at for row in summary.of_rank(rank).live} for rank in ranks]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 POLL_S = 1.0
 GLANCE_S = 0.25
 LOOK_BYTES = 1 << 20
-"""The most bytes that `RunSource` reads in one poll, so a long run is shown while it is read."""
+"""`limit_bytes` of the `RunSource`: a long run is shown while its records are still being read."""
 STAMPED = ("supervisor.json", "events.jsonl", "gates.json", "../plan_state.json")
 """Paths relative to the run directory. When one of these files changes, the next poll is due."""
 

@@ -130,7 +130,7 @@ BUTTONS: tuple[tuple[str, str], ...] = tuple(
     for key in sorted(TABLE, key=lambda key: key.id.endswith("_view"))
     if key.button
 )
-"""The action bar: id and label of each button; buttons that show a view are last."""
+"""The id and the label of each button of the action bar; buttons that show a view are last."""
 
 
 def for_view(view: str) -> tuple[Key, ...]:

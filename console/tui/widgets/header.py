@@ -15,7 +15,7 @@ from console.tui.widgets.lines import Panel
 AMBER_S, RED_S = 3.0, 10.0
 LONGEST, GAP = 999, 2
 PUNCTUAL_S = 2.5
-"""If the last snapshot is older than this, its age is added to the shown age of the data."""
+"""If the last snapshot is older than this, the header adds its age to the age of the data."""
 
 
 def header_row(snapshot: ScreenData, width: int, late_s: float = 0.0, paused: bool = False) -> Row:
