@@ -70,7 +70,7 @@ class Restart:
 
     The value "stall" of `when` includes "crash". After `attempts` attempts in a row that wrote no
     new checkpoint, the run is not restarted. The wait before a restart is `backoff_s`. Each attempt
-    of such a row after the first doubles it, up to `LONGEST_BACKOFF_S`.
+    of such a row after the first doubles the wait, up to `LONGEST_BACKOFF_S`.
     """
 
     when: RestartWhen = "never"

@@ -2,8 +2,8 @@
 
 A gate has a span: all attempts, or only the surviving steps (steps that no later attempt repeated).
 A gate passes only if the numbered records of its ranks cover that span without a gap. A killed rank
-could not write its last records. Its last pulse replaces these records for the gates with `tails`,
-and for `steps_done` if a later run loaded the last checkpoint.
+cannot write its last records. Its last pulse replaces these records for the gates with `tails`, and
+for `steps_done` if a later run loaded the last checkpoint.
 """
 
 from __future__ import annotations
