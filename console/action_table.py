@@ -45,8 +45,8 @@ class Action:
     """The mailboxes that accept this action. An error for a wrong mailbox shows the first."""
     args: tuple[Argument, ...] = ()
     cost: tuple[str, str] = ("keeps", "all work")
-    """A line of the confirmation: the word "keeps" or "loses", and a text that says what is kept or
-    lost. On the screen, the operator confirms a loss by typing the name of the run."""
+    """A line of the confirmation: "keeps" or "loses", and what is kept or lost. On the screen, the
+    operator confirms a loss by typing the name of the run."""
     key: str = ""
     """The key on the screen; several actions may have the same key."""
     weight: int = 0
@@ -55,7 +55,7 @@ class Action:
     neutral: bool = False
     """True if a drill does not count this action as the operator's reaction."""
     title: str = ""
-    """The title of the confirmation that is made from this row, or "" if none is made from it."""
+    """The title of the confirmation, or "" if no confirmation is made from this row."""
     verb: str = ""
     """The command made from this row, perhaps with an option ("stop --kill"); "" for no command."""
     examples: tuple[str, ...] = ()

@@ -101,10 +101,10 @@ def prepare(options: LaunchOptions, said: Callable[[str], None] | None = None) -
     """Returns a launch with all its checks; writes nothing into the directory of the launch.
 
     `said` gets a sentence if checks are late, and when measurements begin. For a resume, it also
-    gets a sentence on each flag that differs in the shell or that no answer confirms, and on each
-    gate whose override ends. Raises UsageError for an unknown plan, phase, flag, setting or gate,
-    and for a wrong value. Raises RefusedError, for example if the working directory does not exist,
-    or if the launch to resume is rejected.
+    gets a sentence on each flag that differs in the shell, each flag that no answer confirms, and
+    each gate whose override ends. Raises UsageError for an unknown plan, phase, flag, setting or
+    gate, and for a wrong value. Raises RefusedError, for example if the working directory does not
+    exist, or if the launch to resume is rejected.
     """
     try:
         Path.cwd()
@@ -145,9 +145,9 @@ def launch(options: LaunchOptions, by: str) -> Path:
 def begin(prepared: Prepared, by: str) -> Path:
     """Starts a prepared launch; returns the directory of the launch.
 
-    Raises UsageError, RefusedError or ContractError. The launch is rejected with `assume_gpus`, if
-    a check has failed, or if the plan does not have the `digest`. A resume is rejected as in
-    `check_not_continued`. If a directory named after the time is taken, another name is used.
+    Raises UsageError with `assume_gpus`. Raises RefusedError if a check has failed, if the plan has
+    another `digest`, or if `check_not_continued` rejects a resume. May raise another ContractError.
+    If a directory named after the time is taken, another name is used.
     """
     options = prepared.options
     if options.assume_gpus:
@@ -246,7 +246,7 @@ def _drop_shell_flags(
 ) -> list[str]:
     """Drops the shell's flags that an option or the operator set in the old launch.
 
-    Returns a sentence for each flag of the shell whose value differs from that of an old phase.
+    Returns a sentence for each shell flag that has another value in a phase of the old launch.
     """
     found = list[str]()
     for name in [name for name, origin in origins.items() if origin == SHELL]:

@@ -1,7 +1,7 @@
 """Writes one archive of a run for a bug report, without secrets of known forms.
 
-Anybody may have written the run directory, so no link in it is followed, only regular files are
-read, and the sizes are bounded. `REMOVED` replaces the secrets.
+Anybody may have written the run directory. So no link in it is followed, only regular files are
+read, and the sizes are limited. `REMOVED` replaces the secrets.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _NAME = re.compile(r"[A-Za-z0-9._-]{1,120}")
 class Row:
     """Selects at most `most` files of one kind, and the end of each file.
 
-    The end has at most `limit_bytes`. It also has at most `all_bytes` divided by the number of
-    files, but this second limit is never below `LEAST_TAIL_BYTES`.
+    Each end gets an equal share of `all_bytes`, but at least `LEAST_TAIL_BYTES`, and at most
+    `limit_bytes`.
     """
 
     folder: str
@@ -93,7 +93,7 @@ _FORM = (
 )
 _VALUE = r"""(?:"(?:[^"\\\n]|\\.)*"|'[^'\n]*'|[^\s,;&"'}\])]+)"""
 _QUOTE = r"""\\{0,8}["']"""
-"""A quotation mark, which may be escaped, for example in a log line that a record contains."""
+"""A quotation mark. It may be escaped, for example if a record contains a log line."""
 _IS = r"\s{0,8}(?:=>|[:=])\s{0,8}"
 _WORDS = r"""(?:,\s?"(?:[^"\\]|\\.)*")+"""
 _SECRETS: tuple[tuple[str, str], ...] = (
@@ -135,8 +135,8 @@ _KEY = re.compile(
 )
 """A private key, even if its beginning or its end was cut off."""
 _SECRET_NAME = re.compile(_WORD + r"|key|auth|pass", re.I)
-"""Names whose value is a secret: those of `_WORD`, and key, auth and pass. Files are not searched
-for the last three, because these words occur there too often."""
+"""Names of variables whose value is a secret. Files are not searched for key, auth and pass,
+because these words occur there too often."""
 LEAST_SECRET_CHARS = 6
 
 
@@ -198,7 +198,7 @@ class _Archive:
     bytes: int = 0
 
     def add(self, name: str, data: bytes, of_bytes: int) -> None:
-        """Adds a file if it fits; `data` is its end, `of_bytes` the size of the whole file."""
+        """Adds the end of a file (`data`) if it fits; `of_bytes` is the size of the whole file."""
         taken, (data, removed) = len(data), self.redactor.redact(data)
         if self.bytes + len(data) > MAX_TOTAL_BYTES:
             self.leave_out(name, "the bundle has reached its size limit")
@@ -275,7 +275,7 @@ def _add_row(archive: _Archive, top: Path, row: Row, into: str) -> None:
 
 
 def _runs(path: Path, run: Path | None) -> Iterator[tuple[Path, str]]:
-    """Yields each run and its folder in the bundle: `run`, then the other runs of a launch."""
+    """Yields pairs of a run and its folder in the bundle; the pair of `run`, if any, is first."""
     if run is not None:
         yield run, "run/"
     for other in reversed(launches.run_directories(path) if launches.is_launch(path) else ()):

@@ -1,6 +1,6 @@
 """`nsa-console`: parses the command line, and runs its command or opens the screen.
 
-Textual and yaml are imported only by the commands that need them, because their import takes time.
+Only the commands that need Textual or yaml import them, because the import takes time.
 """
 
 from __future__ import annotations

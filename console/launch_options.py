@@ -34,7 +34,7 @@ class LaunchOptions:
     between: str = ""
     root: Path = launches.ROOT
     assume_gpus: str = ""
-    """GPUs for which the plan is checked instead of those of this machine, for example 2xA100."""
+    """The plan is checked for these GPUs, for example 2xA100, not for those of this machine."""
     digest: str = ""
     measure: bool | None = None
     """True to measure devices, data and attention; None for the choice of the plan."""

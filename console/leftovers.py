@@ -1,7 +1,7 @@
 """Ends the trainers that a dead supervisor left behind, at the request of an operator.
 
-A process gets a signal only if all sources agree that it belongs to a launch of this user whose
-supervisor is dead. The decision `end-leftovers` in docs/decisions.md lists the sources.
+A process gets a signal only if all sources agree on two facts: it belongs to a launch of this user,
+and the supervisor of this launch is dead. docs/decisions.md (`end-leftovers`) lists the sources.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _why_not(run: Path, token: str) -> str:
 
 
 def end(found: Sequence[Leftover]) -> Iterator[str]:
-    """Sends TERM, and KILL to those alive after `GRACE_S`; yields a sentence on each process.
+    """Sends TERM, then KILL to those alive after `GRACE_S`; yields a sentence on each process.
 
     A process whose run was adopted after `found` was collected gets no signal.
     """

@@ -28,7 +28,7 @@ LIVE_STATES: frozenset[State] = frozenset(
 """States of a run that has not ended."""
 BAD_STATES: frozenset[State] = frozenset(("stalled", "failed", "crashed", "killed", "lost"))
 RANK_GONE = "rank-gone"
-"""The alert of a rank that failed while others ran; the supervisor then ends the attempt."""
+"""The alert on a rank that failed while other ranks ran. The supervisor then ends the attempt."""
 STALL = "stall"
 """The alert and the watch rule of a run that makes no progress."""
 OPERATOR = "operator "
@@ -62,10 +62,11 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """The step and the phase of a rank, at a time `age_s` seconds ago (None if not available).
+    """The step and the phase of a rank, as they were `age_s` seconds ago.
 
-    The rank has been in this phase for `since_s` (None for a run that has ended, and without
-    `age_s`). `collectives` is None if it is zero or was not counted.
+    `age_s` is None if it is not available. `since_s` is the time of the rank in this phase; it is
+    None after the end of the run, and without `age_s`. `collectives` is None if it is zero or was
+    not counted.
     """
 
     step: int
@@ -116,7 +117,7 @@ class Gpu:
     xid_ts: float | None = None
     """Time of the newest Xid (unix s)."""
     minor: int | None = None
-    """N of its device file /dev/nvidiaN; a process that has this file open may use the GPU."""
+    """The N of its device file /dev/nvidiaN. A process that has this file open may use the GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +151,7 @@ class Alert:
     key: str = ""
     acknowledged: bool = False
     observed: bool = False
-    """True if this reader, not the supervisor, raised the alert; the alert clears automatically."""
+    """True if this reader raised the alert, not the supervisor. It then clears automatically."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,7 +344,7 @@ class RunState:
     behind_bytes: int = 0
     """Number of bytes of records that have not been read yet; these may have newer values."""
     directory_blocked_s: float = 0.0
-    """Duration so far of the current write or other work in the run directory; 0 without work."""
+    """How long the current write or other work in the run directory has lasted; 0 without work."""
     checkpoint: str = ""
     """Name of the newest complete checkpoint in the directory of the run, or "" without one."""
     resumed_step: int = 0

@@ -69,8 +69,8 @@ class Restart:
     """The policy for restarts of a run from its newest verified checkpoint, or else from its start.
 
     The value "stall" of `when` includes "crash". After `attempts` attempts in a row that wrote no
-    new checkpoint, the run is not restarted. The wait before a restart is `backoff_s`. The second
-    attempt in such a row, and each further one, doubles the wait, up to `LONGEST_BACKOFF_S`.
+    new checkpoint, the run is not restarted. The wait before a restart is `backoff_s`. Each attempt
+    of such a row after the first doubles the wait, up to `LONGEST_BACKOFF_S`.
     """
 
     when: RestartWhen = "never"
@@ -85,9 +85,9 @@ PLACEHOLDER = "{checkpoint}"
 class Checkpoints:
     """Options for new checkpoints: a load in another process (`load`), then a back-up.
 
-    `backup` is a program with its arguments. With a `backup`, a checkpoint is loaded even if `load`
-    is False, and the program runs after a successful load. The path of the checkpoint replaces
-    `PLACEHOLDER` in the arguments; if they have no `PLACEHOLDER`, it is the last argument.
+    `backup` is a program with its arguments. It runs after a successful load, so a `backup` implies
+    a load even if `load` is False. `PLACEHOLDER` in the arguments stands for the path of the
+    checkpoint. Without a `PLACEHOLDER`, the path is the last argument.
     """
 
     load: bool = False
@@ -186,7 +186,7 @@ SIGNIFICANT_P = 0.005
 """The limit of the p-values of a sweep with two variants (see `highest_p`).
 
 At most 1 % of the sweeps without a true difference should find a difference by chance. The limit is
-half of 1 %, because load that lasts longer than a round causes slightly more false differences.
+only half of that, because load that lasts longer than a round adds some false differences.
 """
 
 
@@ -204,7 +204,7 @@ PLANS = Path(__file__).resolve().parents[1] / "configs" / "plans"
 def load(path: Path) -> Plan:
     """Returns the plan in a YAML file; a plan without a name gets the stem of the file.
 
-    A plan is merged into the plan that it extends: phases of the same name are merged, new phases
+    A plan is merged into the plan that it extends. Phases of the same name are merged, new phases
     follow, and a null removes an entry. Raises UsageError with a message that names a file.
     """
     document: dict[str, Any] = {}

@@ -35,7 +35,7 @@ LOST_PEER_TEXTS: Mapping[str, str] = {
     "Watchdog caught collective operation timeout": "torch ProcessGroupNCCL.cpp",
     "Connection was likely closed. Did the remote server": "torch c10d/Utils.hpp, TCPStore",
 }  # fmt: skip
-"""Texts of a rank that lost its peer, with the source file that writes each text."""
+"""Texts in the errors of a rank that lost its peer, each with the source file that writes it."""
 _BROKEN_PIPE = re.compile(r"(gloo|NCCL|c10d|TCPStore|SocketImpl|sendBytes).*Broken pipe")
 """EPIPE means a lost peer only in a collective or the store; a write to stdout raises EPIPE too."""
 
@@ -116,7 +116,7 @@ class RankEnd:
     """The kind and the reason of the last record of the rank."""
     ts: float | None = None
     late: bool = False
-    """True if the time of the end is not known, so the order of two such ends is not known."""
+    """True if the time of the end is not known; the order of two such ends is then not known."""
     observed: bool = True
     """False if the supervisor did not get the exit code or signal from the kernel."""
     doubt: str = ""
@@ -151,7 +151,7 @@ class RankEnd:
 
     @property
     def at(self) -> str:
-        """The step of the end, with a known phase: " at step 41 in forward"; "" without a step."""
+        """The step and the phase of the end: " at step 41 in forward", " at step 41", or ""."""
         inside = f" in {self.phase}" if self.phase else ""
         return f" at step {self.step}{inside}" if self.step else ""
 

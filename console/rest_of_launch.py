@@ -1,4 +1,4 @@
-"""Makes a plan from the rest of an ended launch: its phases from the first that did not pass."""
+"""Makes a plan of the phases of an ended launch, from the first phase that did not pass."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ FROM_STEP = "checkpoint.from_step"
 def plan(path: Path, said: Callable[[str], object]) -> tuple[Plan, dict[str, str], dict[str, str]]:
     """Returns three values: a plan, the origins of its flags, and the origins of its settings.
 
-    The plan has the phases of an ended launch from the first that did not pass, with the changes by
-    options of the launch, and those flags of operators that an answer to a request confirms. `said`
-    gets a sentence on each other flag of an operator, and on each gate whose override ends. If the
-    first phase starts a trainer of this project and has a checkpoint, it resumes from the newest
-    checkpoint. Raises RefusedError, for example if the launch has not ended, if processes are
-    alive, or if no phase is left.
+    The plan has the phases of an ended launch, from the first phase that did not pass. The options
+    of the launch stay in effect. An operator's flag stays in effect if the answer to its request
+    confirms it. `said` gets a sentence on each flag without this confirmation, and on each gate
+    whose override ends. If the first phase starts a trainer of this project and has a checkpoint,
+    it resumes from its newest checkpoint. Raises RefusedError, for example if a process of the
+    launch is alive, or if all phases have passed.
     """
     top = launches.launch_of(path)
     if top is None:
@@ -69,10 +69,10 @@ def plan(path: Path, said: Callable[[str], object]) -> tuple[Plan, dict[str, str
 
 
 def continues(options: LaunchOptions, phases: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Returns the launches that a new launch continues: the id of each, by its directory.
+    """Returns the launches that a new launch continues, as {directory: id}.
 
-    They are the launch to resume, and those whose checkpoints the phases load; `phases` has a
-    preview of each run.json.
+    A launch continues the launch that it resumes, and each launch whose checkpoint one of its
+    phases loads. `phases` has a preview of each run.json.
     """
     settings = (each["settings"].get(gate_check.RESUME, {}) for each in phases)
     named = (options.resume, *(each.get("value") for each in settings))
@@ -83,8 +83,8 @@ def continues(options: LaunchOptions, phases: Iterable[Mapping[str, Any]]) -> di
 def continued_words(path: Path, root: Path) -> str:
     """Returns a sentence on the newest launch below `root` that continues the launch at `path`.
 
-    A launch continues those that its plan.json names, and those that these continue. Returns "" if
-    no launch continues the launch at `path`.
+    A launch continues the launches in its plan.json, and also the launches that those continue.
+    Returns "" if no launch continues the launch at `path`.
     """
     top, newest = launches.launch_of(path) or path, None
     chain = {os.path.realpath(top)}
@@ -125,9 +125,9 @@ def _with_operator_flags(
 ) -> tuple[list[Phase], dict[str, str]]:  # fmt: skip
     """Returns two values: phases with the operator's flags, and the origins of these flags.
 
-    The first of the phases is the phase `index`. run.json has the operator's flags of a phase that
-    began; plan_state.json has the flags of later phases. A flag is used only if the answer to its
-    request confirms the flag; `said` gets a sentence for each other flag.
+    The phases begin with the phase `index`. The operator's flags are in run.json for a phase that
+    began, and in plan_state.json for later phases. A flag that no answer to a request confirms is
+    not used, and `said` gets a sentence on it.
     """
     run, phases = top / f"{index}-{planned.phases[index].name}", list(planned.phases[index:])
     has_begun, evidence = (run / rundir.RUN).exists(), cross_check.Evidence(top, [run])

@@ -1,10 +1,10 @@
 """Decides the state of a run and the reason for it, for its supervisor and for every reader.
 
 torchrun returns 1 whichever rank failed. The cause therefore comes from the ranks: how they ended,
-in which order, and their last records. A rank that failed in a collective, because it lost its
-connection to another rank, is blamed only if no rank failed by itself. A reader accepts
-the state of a supervisor that is alive. A reader also accepts the end that a dead supervisor
-recorded, unless processes that are alive contradict this end.
+in which order, and their last records. A rank that lost its connection to another rank fails in a
+collective. It is blamed only if no rank failed by itself. A reader accepts the state of a
+supervisor that is alive. If the supervisor is dead, a reader accepts the end that it recorded, but
+not while processes of the run are alive.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class ReaderView:
     trouble: str = ""
     """Why supervisor.json cannot be read.
 
-    It is "" if there is no such file, if the file was read, now or earlier, or if plan_state.json
-    has an entry of the run.
+    It is "" if the file does not exist. It is also "" if the state is known from an earlier read,
+    or from the entry of the run in plan_state.json.
     """
     moved: str = ""
     """A sentence if the directory is a copy or was moved, or ""."""
@@ -113,7 +113,7 @@ class Facts:
 
     @property
     def ranks_reason(self) -> str:
-        """The `reason` as a quotation, with its ranks if not all reasons are the same, or ""."""
+        """The quoted `reason`, or ""; with the ranks that have it, if other ranks differ."""
         own = [rank for rank, reason in self.reasons.items() if reason == self.reason]
         where = f" at {rank_names(own)}" if len(own) < len(self.reasons) else ""
         return f'reason: "{self.reason}"{where}' if self.reason else ""
@@ -144,7 +144,7 @@ class Facts:
         """True if all ranks exited with code 0 and at least one rank recorded its halt.
 
         If exit records are missing, for example after a full disk, a requested halt is assumed to
-        be done.
+        have happened.
         """
         lost = self.halt_wanted and not self.has_exit_records
         return self.succeeded and (bool(self.halt_steps) or lost)
@@ -153,8 +153,8 @@ class Facts:
     def doubt(self) -> str:
         """Why the end of the run is unknown, or "" if it is known.
 
-        A foreign program may exit without an exit record; its success is accepted unless other
-        evidence contradicts it.
+        If exit records are missing, a success is accepted unless `failure` or torchrun's exit code
+        contradicts it. A foreign program, for example, may write no exit records.
         """
         contradicted = bool(self.failure) or self.torchrun_code not in (0, None)
         if self.succeeded and not self.has_exit_records and contradicted:
@@ -191,9 +191,9 @@ class Facts:
     def culprit(self) -> RankEnd | None:
         """Returns the rank to blame, or None if no rank failed.
 
-        It is the rank that exited early, or else the first rank that failed by itself, or else the
-        first rank that failed. A rank with an unknown end is not blamed until all processes have
-        ended; it is then blamed before a rank that was terminated or lost its peer.
+        The order is: 1. the rank that exited early, 2. the first rank that failed by itself, 3. a
+        rank with an unknown end, but only after all processes have ended, 4. the first rank whose
+        end was `secondary`.
         """
         failed = [end for end in self.ends if end.failed or (self.over and end.unknown)]
         return self.exited_early() or min(

@@ -1,8 +1,7 @@
 """Reads the operator's settings file (hooks, charts of the Dashboard), and changes the charts.
 
 The file is YAML. A launch uses the hooks that the file has when the launch starts or is adopted.
-The file names programs that run as this user, so no other user except root may have write access to
-it.
+The file names programs that run as this user, so only this user and root may be able to write it.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ class Settings:
     """The operator's settings: two programs that the supervisor runs, and when it runs them.
 
     `hook` runs on an alert or a crit state whose level is in `hook_levels`. `hook_every_s` is the
-    shortest time between two starts of `hook`, except at the end of a launch. As long as the
-    supervisor works, it also starts `alive` every `alive_every_s`, unless `alive` still runs. An
-    empty `hook` or `alive` means no program.
+    shortest time between two starts of `hook`, except at the end of a launch. A working supervisor
+    also starts `alive` every `alive_every_s`. It skips a start while `alive` still runs. An empty
+    `hook` or `alive` means no program.
     """
 
     hook: tuple[str, ...] = ()
@@ -88,7 +87,7 @@ def charts() -> tuple[str, ...]:
 def save_charts(titles: Sequence[str]) -> Path:
     """Replaces only the charts in the settings file; returns the path of the file.
 
-    Raises UsageError, for example for a file that cannot be read, and OSError if the file cannot be
+    Raises UsageError, for example if the file cannot be read. Raises OSError if it cannot be
     written.
     """
     file = path().resolve()

@@ -31,7 +31,7 @@ MOST_SPANS = 8
 DASH = "–"
 NO_AGE = "age not available (its time is in the future or missing)"
 OLD_S = 30.0
-"""The age of a figure is shown if it is higher than this, or if the run has ended."""
+"""A live run shows the age of a figure only above this age; an ended run always shows it."""
 SHOWN = (
     "toks_per_s", "step_p50_s", "step_p99_s", "loss", "bytes_right", "grad_norm",
     "gate_entropy_mean", "gate_entropy_min", "gate_share_cmp", "gate_share_sel", "gate_share_win",
@@ -64,8 +64,7 @@ def age(seconds: float | None) -> str:
 def clock(ts: float, form: str = "%H:%M:%S", utc: bool = False) -> str:
     """Returns a time as text, local by default.
 
-    The time is limited to the years 1970 to 4147, because a record may have any number, and not
-    every number is a date.
+    A record may have any number as its time, so the time is limited to the years 1970 to 4147.
     """
     convert = time.gmtime if utc else time.localtime
     return time.strftime(form, convert(max(0.0, min(ts, 1 << 36))))
@@ -89,7 +88,7 @@ def spans(numbers: Iterable[int], dash: str = "-") -> list[str]:
 
 
 def rank_names(ranks: Iterable[int], one: str = "", many: str = "") -> str:
-    """Returns the names of ranks, with a verb if it is given: "rank 3 waits", "ranks 0-2, 4 wait".
+    """Returns the names of ranks, and a verb if given: "rank 3 waits", "ranks 0-2, 4 wait".
 
     If there are more than `MOST_SPANS` ranges, the number of all ranks replaces the later ranges.
     """
@@ -129,8 +128,9 @@ def exit_code(state: RunState, whole: bool = False) -> int:
     """Returns the documented exit code for the state of a run.
 
     With `whole`, if run and launch are over, the code is that of the launch. A live run of which a
-    rank failed (`RANK_GONE`) is treated as crashed. The code 0 becomes 1 if a gate blocks, the
-    launch is in doubt, the records confirm no success (`no_go`), or a live state needs an operator.
+    rank failed (`RANK_GONE`) is treated as crashed. Each of these facts turns the code 0 into 1: a
+    gate blocks; the launch is in doubt; the records do not confirm the success (`no_go`); a live
+    state needs an operator.
     """
     if whole and state.launch and is_over(state):
         return launch_exit_code(state.launch) or NOT_GOOD * bool(no_go(state))
@@ -148,11 +148,12 @@ def no_go(state: RunState) -> str:
 
 
 def launch_exit_code(launch: LaunchState) -> int:
-    """Returns the exit code of a launch that is over: that of the first phase that ended badly.
+    """Returns the exit code of a launch that is over.
 
-    If no phase ended badly, the code is 1 if the documents of the launch have no phases or are in
-    doubt. Otherwise, if a phase has not completed, the code is that of `lost` if the launch has not
-    ended, that of `halted` if an action or a `.HALT` ended the launch, or else 1.
+    The first phase that ended badly decides. If no phase ended badly, the code is 1 if the
+    documents of the launch have no phases or are in doubt, and 0 if all phases have completed. If a
+    phase has not completed, the code is that of `lost` as long as the launch has not ended. After
+    its end, the code is that of `halted` if an action or a `.HALT` ended it, or else 1.
     """
     for phase in launch.phases:
         code = EXIT_CODES.get(phase.state, 0)  # type: ignore[call-overload]
@@ -170,7 +171,7 @@ def launch_exit_code(launch: LaunchState) -> int:
 
 
 def outcome(state: RunState) -> tuple[str, str]:
-    """Returns a word and a sentence: on a no go, on a launch that ended badly, or on the run."""
+    """Returns a word and a sentence on a no go, else on a bad end of a launch, else on the run."""
     launch = state.launch
     code = launch_exit_code(launch) if launch and launch.state == "ended" else 0
     if no_go(state):
@@ -291,7 +292,7 @@ def _state_lines(state: RunState, whole: bool) -> Iterator[str]:
 
 
 def skipped(state: RunState) -> str:
-    """Returns how many records cannot be read, and in which part of the files if not in all."""
+    """Returns how many records cannot be read; if only a part was read, names this part."""
     text = f"{counted(state.skipped_records, 'record')} cannot be read"
     return f"at least {text} ({state.skipped_in})" if state.skipped_in else text
 
@@ -388,7 +389,7 @@ def is_over(state: RunState, whole: bool = True) -> bool:
     """Returns whether a run does not continue; with `whole`, its launch must not continue either.
 
     A launch in the state `unknown` is ignored. Without `whole`, the launch decides only if the run
-    has no recorded end, or if supervisor.json does not contain this end.
+    is live, or if supervisor.json lacks its end.
     """
     launch, over = state.launch, state.state not in LIVE_STATES
     is_written = not any(alert.id == END_MISSING for alert in state.alerts)

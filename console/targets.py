@@ -46,7 +46,7 @@ def current_run(launch: Path) -> Path:
     """Returns the run of a launch's current phase.
 
     Raises NotFoundError if the run does not exist yet. Raises RefusedError if plan_state.json
-    cannot be read, or if the directory in it does not have the name of a run.
+    cannot be read, or if the name of the directory in it is not `<n>-<phase>`.
     """
     state = _document(launch, rundir.PLAN_STATE)
     index, phases = jsonl.integer(state, "phase"), jsonl.entries(state, "phases")
@@ -82,7 +82,7 @@ def run_to_halt(path: Path) -> Path | None:
 def _has_only_ranks(run: Path) -> bool:
     """Returns whether a run has processes on this host, but no supervisor that may be alive.
 
-    A supervisor on another host may be alive, because this host cannot check it.
+    This host cannot check a supervisor on another host, so such a supervisor may be alive.
     """
     top = launches.launch_of(run)
     owners = [rundir.read_json(run / rundir.SUPERVISOR, below=run) or {}]
@@ -151,8 +151,8 @@ def supervisor(folder: Path, box: Mailbox) -> Supervisor:
 def _named(folder: Path, box: Mailbox) -> tuple[Supervisor, str]:
     """Returns two values: the supervisor that a directory's document names, and a text.
 
-    The text says how the run or launch ended; it is "" if the run or launch has not ended. Raises
-    RefusedError if the document cannot be read.
+    The text says how the run or launch ended, or is "" before its end. Raises RefusedError if the
+    document cannot be read.
     """
     top = launches.launch_of(folder)
     record = _document(folder, rundir.PLAN_STATE if box == "launch" else rundir.SUPERVISOR)

@@ -154,7 +154,7 @@ def within(limit_s: float, work: Callable[[], T]) -> T:
     Raises the error of `work`, or EOFError if the child dies.
 
     A process that waits for a hung file system may survive KILL. So after `limit_s` seconds this
-    function sends KILL and raises TimeoutError, and does not wait for the child.
+    function sends KILL and raises TimeoutError without a wait for the child.
     """
     reading, writing = Pipe(duplex=False)
     child = os.fork()
@@ -177,8 +177,8 @@ def within(limit_s: float, work: Callable[[], T]) -> T:
 def _work_in_child(work: Callable[[], T], answer: Callable[[object], None]) -> NoReturn:
     """Sends the result or the error of `work`, and ends the process.
 
-    Descriptors 0-2 lead to /dev/null, so that a process that reads the command's output does not
-    wait for this process.
+    Descriptors 0-2 lead to /dev/null. Otherwise a program that reads the command's output would
+    wait until this process ends.
     """
     try:
         null = os.open(os.devnull, os.O_RDWR)

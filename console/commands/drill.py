@@ -39,7 +39,7 @@ READ_BYTES = 1 << 20
 MAX_VERDICTS = 256
 STARTUP_S, ENDED_S, ANSWER_S = 300.0, 60.0, 15.0
 BY = "drill"
-"""The requests that the drill itself sends have a sender that begins with this word and a space."""
+"""The sender of the drill's own requests begins with this word and a space."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -64,7 +64,7 @@ class Score:
 
     @property
     def reaction(self) -> tuple[str, float] | None:
-        """The first action that is not neutral, with its time; None if there is no such action."""
+        """The first action that is not neutral, with its time, or None."""
         return next((each for each in self.actions if each[0] not in NEUTRAL), None)
 
     @property

@@ -41,8 +41,8 @@ class OutputError(ContractError):
 def prepare() -> None:
     """Opens closed standard descriptors on /dev/null; output escapes what it cannot encode.
 
-    If a standard descriptor stayed closed, the next opened file would get its number, and a child
-    would write its output into this file.
+    If a standard descriptor stayed closed, the next opened file would get its number. A child would
+    then write its output into this file.
     """
     for fd in (0, 1, 2):
         try:
@@ -86,8 +86,8 @@ def show(as_json: bool, record: Any, lines: Iterable[str]) -> None:
 def report_error(error: ContractError, as_json: bool) -> int:
     """Prints the error of a command on standard error; returns the exit code.
 
-    With `as_json` the error is also printed on standard output, as JSON, unless the error is that
-    standard output cannot be written.
+    With `as_json`, also prints the error on standard output, as JSON. An `OutputError` goes only to
+    standard error.
     """
     if isinstance(error, OutputError):
         discard()
@@ -131,8 +131,8 @@ class Changes:
     def sentences(self, state: RunState, now: float) -> Iterator[str]:
         """Yields sentences on the changes since the last call.
 
-        While the state is `running`, also yields the progress and the figures of a changed step, at
-        most once every `FIGURES_EVERY_S`.
+        While the state is `running`, also yields progress and figures every `FIGURES_EVERY_S`, if
+        the step has changed.
         """
         for key, value, sentence in _values(state):
             if self._last.get(key) != value:
@@ -151,7 +151,7 @@ class Changes:
 
 
 def _values(state: RunState) -> Iterator[tuple[str, object, str]]:
-    """Yields for each thing that may change: a key, its present value, and a sentence or ""."""
+    """Yields each thing that may change: its key, its value, and a sentence or ""."""
     launch, verdict = state.launch, state.verdict
     for phase in launch.phases if launch else ():
         if phase.result:
@@ -162,7 +162,7 @@ def _values(state: RunState) -> Iterator[tuple[str, object, str]]:
     yield "state", (state.id, state.state, state.attempt), f"{state.id} is {state.state}{why}"
     for alert in state.alerts:
         text = "" if alert.text == state.why else f"{alert.level.upper()}: {alert.text}"
-        # The text of an open alert may change at each poll, for example because it has a duration.
+        # The text of an open alert may change at each poll, for example if it contains a duration.
         yield f"alert {alert.id}", alert.observed or alert.ts, text
     text = f"Verdict ({verdict.sure}): {verdict.sentence}" if verdict else ""
     yield "verdict", verdict and verdict.sentence, text

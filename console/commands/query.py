@@ -78,9 +78,10 @@ def status(options: argparse.Namespace) -> int:
 
 
 def resume_lines(state: RunState, root: Path) -> list[str]:
-    """Returns how an ended launch goes on: the launch that continues it, or commands, if any.
+    """Returns the lines on how an ended launch can continue, if any.
 
-    A command resumes the launch, or accepts a gate.
+    If another launch already continues it, the line names this launch. Otherwise each line has a
+    command that resumes the launch or accepts a gate.
     """
     launch, own = state.launch, state.own_phase
     if launch is None or own is None or launch.state != "ended":

@@ -79,7 +79,7 @@ def _report(change: Change, text: str, as_json: bool) -> None:
 
 
 def _try_halt(run: Path, change: Change, is_first: bool, as_json: bool) -> bool:
-    """Writes `.HALT` and, if possible, `.anomaly_type`, unless `.HALT` exists; prints the result.
+    """If there is no `.HALT`, writes it and, if possible, `.anomaly_type`; prints the result.
 
     Returns False if `.HALT` cannot be written. Failures after the first try are not printed.
     """

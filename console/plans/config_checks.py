@@ -1,6 +1,6 @@
 """The checks of the plan: program, settings, resume, data, disk space, directory, GPU memory.
 
-The settings of a foreign program are not known, so most of these checks leave its phase out.
+Most of these checks ignore the phase of a foreign program, because its settings are not known.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def _is_there(module: str) -> bool:
 def config(case: Case, index: int) -> Found:
     """Checks the steps, gates and statistics of a phase, and the facts that the plan expects.
 
-    If a setting of `--set` may be the cause of a failure, the result is only a warning, except for
-    too few steps in a sweep.
+    A failure that a setting of `--set` may have caused is only a warning. But too few steps in a
+    sweep are always a failure.
     """
     phase, resolved = case.plan.phases[index], case.settings[index]
     why = gates.why_no_single(case.plan.phases, index)  # after --phase, --nproc or a resume
@@ -178,8 +178,7 @@ def directory(case: Case) -> Found:
 def resume(case: Case) -> Found:
     """Checks that a phase that resumes from a path outside this launch finds a checkpoint there.
 
-    The files of the checkpoint are not verified, because this would take long; the ranks verify
-    them.
+    The ranks verify the files of the checkpoint. The check does not, because this would take long.
     """
     found = []
     for index, phase in enumerate(case.plan.phases):
@@ -247,7 +246,7 @@ def _least_bytes(case: Case, index: int) -> int:
 
 
 def data(case: Case) -> Found:
-    """Checks that data (folder, mirror or hub) and tokenizer of each phase are available."""
+    """Checks that the data and the tokenizer of each phase are available."""
     used = {
         tuple(case.value(i, f"data.{key}") for key in ("source", "path", "pattern", "tokenizer")): i
         for i, held in reversed([*enumerate(case.settings)]) if held

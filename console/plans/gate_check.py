@@ -1,8 +1,8 @@
 """Compares the gates in gates.json with the gates evaluated from the records of the run.
 
-A gate counts as passed only if gates.json and the records both show that it passed, because one
-source is not enough. In a launch, the bounds in run.json must equal those in plan.json, and
-plan_state.json must not contradict the result.
+One source is not enough: gates.json and the records must both show that a gate passed. In a launch,
+run.json and plan.json must have the same bounds, and plan_state.json must not contradict the
+result.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ FULL = "run nsa-console check RUN --full"
 
 
 def poll_confirmed(source: RunSource, former: bool = True) -> RunState:
-    """Polls a run; returns its state, with an alert if the files do not confirm the result go.
+    """Polls a run; returns its state, with an alert if the files do not confirm that it is go.
 
     Only a state that would be go is checked. With `former`, the function also checks the other
-    phases of a launch that has ended, and it checks a run even if some of its records have not been
-    read yet.
+    phases of a launch that is over. Without `former`, it does not check a run until all records
+    have been read.
     """
     state = source.poll()
     over = source.is_launch and status_text.is_over(state)
@@ -139,8 +139,8 @@ def _complete(
 ) -> Summary | str:
     """Returns the summary with all that the gates need, or why the gates cannot be evaluated.
 
-    The last pulses come from supervisor.json. Logs and checkpoints are read only if a gate needs
-    files other than records, and only once per `source`, because logs may be large.
+    The last pulses come from supervisor.json. Logs may be large, so logs and checkpoints are read
+    once per `source`, and only if a gate needs files other than records.
     """
     summary, bounds = source.summary, jsonl.mapping(run_json, "gates")
     world = jsonl.integer(run_json, "world") or 0

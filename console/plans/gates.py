@@ -1,9 +1,9 @@
 """The table of the gates, and their evaluation. A new gate is one row in `TABLE`.
 
-Each gate has a span: all attempts, or the surviving steps (steps that no later attempt repeated).
-A gate passes only if the numbered records of its ranks cover that span without a gap. For a gate
-with `tails`, and for `steps_done` of a run whose last checkpoint a later run loaded, the last pulse
-of a killed rank can close the gap at the end of the span.
+A gate has a span: all attempts, or only the surviving steps (steps that no later attempt repeated).
+A gate passes only if the numbered records of its ranks cover that span without a gap. A killed rank
+cannot write its last records. Its last pulse replaces these records for the gates with `tails`, and
+for `steps_done` if a later run loaded the last checkpoint.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class GateRule:
     """One row of the table of gates.
 
     With the bound "yes", the plan says `true`, and the measured count must be 0. With "fall", the
-    plan says the least fall in the unit of the loss, or `true`, which means 0.1. If `source` is
-    RANK0, the gate needs only the records of rank 0. A `certain` gate that fails stays failed, even
-    if records are missing. With `tails`, the pulse of a killed rank replaces the last records that
-    the rank could not write.
+    plan says by how much the loss must fall, in its unit; `true` means 0.1. If `source` is RANK0,
+    the gate needs only the records of rank 0. A `certain` gate that fails stays failed, even if
+    records are missing. With `tails`, the pulse of a killed rank replaces the last records that the
+    rank could not write.
     """
 
     name: str
@@ -169,7 +169,7 @@ def needing(bounds: Mapping[str, Any], names: Collection[str]) -> list[str]:
 
 
 def why_no_single(phases: Sequence[Phase], index: int) -> str:
-    """Returns why the gate `SCALING` cannot pass; "" if it can, is missing or has an override."""
+    """Returns why a phase cannot pass its gate `SCALING`, or ""."""
     bound = phases[index].gates.get(SCALING)
     single = next((each for each in reversed(phases[:index]) if each.nproc == 1), None)
     if bound is None or demand(bound).override or (single and SPEED in single.gates):
@@ -201,8 +201,8 @@ def evaluate(
     """Returns every gate of a phase as a `Gate`.
 
     A gate with `at` has one more result for each step in `at`, with the name `NAME@STEP`. If the
-    run `is_live`, its newest records do not count as missing, because the run still writes them,
-    and a gate that fails so far is unknown, unless it is `certain` or evaluated at a step.
+    run `is_live`, its newest records do not count as missing, because the run still writes them. A
+    gate that fails so far is then unknown, except a `certain` gate and a gate at a step.
     """
     summary.is_live = is_live
     return tuple(_gate(rule, wanted, summary, at) for rule, wanted, at in _each(bounds))
@@ -221,7 +221,7 @@ def named(rule: GateRule, at: int) -> str:
 
 
 def reached(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
-    """Evaluates each gate at those of its `at` steps that all ranks of a live run have reached."""
+    """Evaluates the gates of a live run at each step in `at` that all its ranks have reached."""
     summary.is_live = True
     ranks = summary.different(range(summary.world))
     marks = [{row.at for row in summary.of_rank(rank).live} for rank in ranks]

@@ -31,7 +31,7 @@ CUDA_OF_TORCH = re.compile(r"^cuda\b.*= '(\d+)\.(\d+)", re.MULTILINE)
 def torch_cuda() -> tuple[int, int] | None:
     """Returns the CUDA version of torch's build, or None without CUDA; does not import torch.
 
-    If torch is not installed, or if its version.py cannot be read, the result is None too.
+    Also returns None if torch is not installed, or if its version.py cannot be read.
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
@@ -65,7 +65,7 @@ def torch(case: Case) -> Found:
 def device(case: Case) -> Found:
     """Checks that each phase of a plan for GPUs trains on GPUs, with at most one rank per GPU.
 
-    In a plan without GPUs, no phase may train on cuda if torch is built without CUDA. A phase of a
+    In a plan without GPUs, a phase may train on cuda only if torch is built with CUDA. A phase of a
     foreign program is not checked.
     """
     plan = case.plan

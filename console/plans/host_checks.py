@@ -67,8 +67,8 @@ def memory(case: Case) -> Found:
 def clock(case: Case) -> Found:
     """Fails if the newest launch seems to be in the future.
 
-    The creation time in its plan.json, and the modification time of this file, must both be more
-    than `JUMP_S` in the future.
+    Two times must be more than `JUMP_S` in the future: the creation time in its plan.json, and the
+    modification time of this file.
     """
     newest = next(iter(launches.launches(case.artifacts)), None)
     if newest is None:
@@ -142,8 +142,8 @@ def ports(_case: Case) -> Found:
 def leftovers(case: Case) -> Found:
     """Lists trainers without a supervisor, at most `MAX_SHOWN`.
 
-    For a plan with GPUs, the check fails if such trainers have a GPU open, and lists only these.
-    Otherwise the result is at most a warning: no trainer is known to share a GPU with the launch.
+    The check fails if the plan needs GPUs and such trainers have a GPU open; it then lists only
+    these. Otherwise it can only warn, because no trainer is known to share a GPU with the launch.
     """
     proc = case.root / "proc"
     found = unsupervised(proc)

@@ -23,7 +23,7 @@ FOREIGN = "not available (a foreign program)"
 def facts(root: Path, phases: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, str], ...]:
     """Returns the label and text of each fact; `phases` has a preview of each run.json.
 
-    All facts except the time are those of the first phase; the time is the sum over all phases.
+    The time is the sum over all phases. All other facts are those of the first phase.
     """
     settings, world = values(phases[0]), phases[0]["world"]
     if not settings:

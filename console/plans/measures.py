@@ -47,11 +47,11 @@ def steps_reached(s: Summary) -> Measured:
 
 
 def _steps_of(s: Summary, totals: RankTotals, exits: list[int]) -> tuple[int, str]:
-    """Returns two values: the last step of a rank, and how its sources differ, or "".
+    """Returns two values: the last step of a rank, and a contradiction of its sources, or "".
 
-    A step may have no progress record, so the exit record may have a later step. This later step
-    counts only if the exit code is 0, and the rank's pulse or another rank's exit record confirms
-    it.
+    Not every step has a progress record, so the step of the exit record may be later. The later
+    step counts only if the exit code is 0, and if the rank's pulse or another rank's exit record
+    confirms it.
     """
     part, end = totals.attempts.get(totals.newest), s.ends.get((totals.newest, totals.rank))
     if part is None or part.exit is None:
@@ -158,7 +158,7 @@ def figure(s: Summary, name: str, ranks: range, worst: Callable[..., float], at:
 
 
 def _few(steps: float | None) -> str:
-    """Returns a text if there are too few steps, or "" if there are enough or `steps` is None."""
+    """Returns a text if `steps` is a number below `LAST_STEPS`, or ""."""
     enough = steps is None or steps >= LAST_STEPS
     return "" if enough else f"{LAST_STEPS} steps are needed, {steps:.0f} are known"
 
@@ -179,9 +179,9 @@ def checkpoints(s: Summary) -> Measured:
 def loads(s: Summary) -> Measured:
     """Counts the loads of checkpoints: when a later attempt resumes, and after a save.
 
-    A load after a save counts if rank 0 recorded the checkpoint, and if an event of the supervisor
-    shows the load in the attempt that saved the checkpoint, or in a later attempt. Of the saves,
-    only the newest surviving ones are counted (`RankTotals.checkpoints`).
+    A load after a save counts only if rank 0 recorded the checkpoint, and only if an event of the
+    supervisor shows the load. This event must come from the attempt of the save, or from a later
+    attempt. Only the newest surviving checkpoints are considered (`RankTotals.checkpoints`).
     """
     first = s.of_rank(0)
     resumed = first.loads
@@ -233,12 +233,12 @@ def without_hook(s: Summary) -> Measured:
 
 
 def _use_of_gpus(s: Summary) -> tuple[dict[int, float], float, Measured]:
-    """Returns three values: the use of each GPU in %, a share of time without samples, a result.
+    """Returns three values: the use of each GPU in %, the share of time without samples, a result.
 
     The share is that of the GPU with the least sampled time. The result has a window, an
-    explanation and a doubt, but no value. If a sample lacks a GPU, its time counts as idle for that
-    GPU. A step without a sample counts as idle; its time is that of the longest of the newest
-    steps.
+    explanation and a doubt, but no value. If a sample lacks a GPU, this GPU counts as idle for the
+    time of the sample. A step without a sample counts as idle, with the time of the longest of the
+    newest steps.
     """
     longest_s = max((row.took_s for row in s.of_rank(0).steps), default=0.0)
     missing = 0

@@ -1,8 +1,7 @@
 """The checks before a launch: the table of checks, and the measurements that follow them.
 
-A new check is one row in `TABLE`. Devices, data and attention are measured only if the plan has
-`preflight: {measure: true}`, or with `check PLAN --measure`. Processes that import torch measure
-them.
+A new check is one row in `TABLE`. Processes that import torch measure devices, data and attention.
+These measurements need `preflight: {measure: true}` in the plan, or `check PLAN --measure`.
 """
 
 from __future__ import annotations
@@ -103,7 +102,7 @@ def _answer(case: Case, work: Sequence[tuple[Callable[[Case], Found], Future[Fou
 
 
 def _in_time(case: Case, row: Row, answer: Future[Found], begun: float) -> Check:
-    """Returns the result of a row, which fails if its check is late or raises an error.
+    """Returns the result of a row; a check that is late or raises an error has failed.
 
     A ContractError is raised again. A late answer of `PROCESSES` only warns: one process in state D
     can delay the check. With assumed GPUs, only rows that need `PLAN` or `DRIVER` can fail.
@@ -128,8 +127,8 @@ def _in_time(case: Case, row: Row, answer: Future[Found], begun: float) -> Check
 
 MEASURED = ("matmul", "all-reduce", "first batch", "causality", "parity")
 MEASURE_S, SPARE_S, ENDING_S = 300.0, 5.0, 1.0
-"""Time limit of all measurements together, extra time before `timeout` ends their processes, and
-longest wait for the end of a killed process."""
+"""All measurements together get `MEASURE_S`. `timeout` would end them `SPARE_S` later. After KILL,
+the preflight waits at most `ENDING_S`."""
 ANSWER_BYTES, LOG_BYTES, MAX_TEXT = 1 << 18, 1 << 12, 600
 MODULE = "trainers.device_probe"
 
@@ -184,7 +183,7 @@ def _run_probe(case: Case, folder: Path) -> str:
         is_over = bool(select.select([fd], [], [], MEASURE_S)[0])
         os.close(fd)
     finally:
-        # The process is not reaped yet, so the number of its group cannot belong to others.
+        # The child is not reaped yet, so no other group of processes can have its number.
         os.killpg(child.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(ENDING_S)
@@ -196,7 +195,7 @@ def _run_probe(case: Case, folder: Path) -> str:
 
 
 def _measured(row: str, record: Mapping[str, Any] | None, end: str) -> Check:
-    """Returns the result of a row; "unknown" if the row did not begin, "fail" if it only began."""
+    """Returns the result of a row: "unknown" if it did not begin, "fail" if it did not end."""
     if record is None:
         return Check(row, "unknown", f"not measured: {end}")
     known: dict[str, Result] = {each: each for each in RESULTS}

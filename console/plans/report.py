@@ -41,7 +41,7 @@ FILES = (
     "k_stats", "fallback_counters", "dtypes_report", "opt_state", "git_sha.txt", "collect_env.txt",
     "nvidia_smi.xml", "mem_", "checkpoints",
 )  # fmt: skip
-"""Files that the runbooks require, or that replace a required file: names, or prefixes of names."""
+"""Names or prefixes of the files that the runbooks require, and of the files that replace them."""
 OF_OPERATORS = ("note", "request", "answer", "ack", "override")
 """The kinds of events in the table of notes and requests."""
 ON_CUDA_ONLY = ("nvidia_smi.xml", "mem_")
@@ -69,7 +69,7 @@ class Phase:
 
     @property
     def figures(self) -> Mapping[str, float | None]:
-        """The `FIGURES` of rank 0; each of them is None unless all records have been read."""
+        """The `FIGURES` of rank 0; all of them are None if some records have not been read."""
         summary = self.source.summary
         if summary is None or not self.source.has_all_records:
             return dict.fromkeys(FIGURES)
@@ -79,8 +79,8 @@ class Phase:
 def versions(path: Path, output: Path | None = None) -> Iterator[dict[Path, str]]:
     """Yields versions of the report of a launch or run: the content of each file, Markdown first.
 
-    The comparison of sweeps may take minutes, so a report with a sweep has a first version without
-    the comparison. Without `output`, the key of the Markdown is `path`, and there are no charts.
+    The comparison of sweeps may take minutes, so the first version of a report with a sweep lacks
+    it. Without `output`, the key of the Markdown is `path`, and there are no charts.
     """
     source = RunSource(path)
     state = poll_confirmed(source)
@@ -130,7 +130,7 @@ def _phases(path: Path, source: RunSource) -> Iterator[Phase]:
 def cell(value: object) -> str:
     """Returns a value as one line of text for a table; HTML and most Markdown marks are escaped.
 
-    The marks `_` and `~`, for example, are not escaped, and a bare address may become a link.
+    Other marks, for example `_` and `~`, are not escaped. A bare address may become a link.
     """
     text = number(value) if isinstance(value, float) else "–" if value is None else value
     text = MARKS.sub(r"\\\g<0>", clean(str(text), MAX_CELL))

@@ -164,10 +164,10 @@ def check_variants(
 def unchanged(
     phases: Sequence[Phase], settings: Sequence[Mapping[str, Any]], sweep: str
 ) -> str:  # fmt: skip
-    """Returns a setting that has one value in all runs of a sweep although its variants set it.
+    """Returns a setting in which the variants of a sweep differ, but not its runs, or "".
 
-    `settings` has the resolved settings of each phase. For example, one variant sets a value, and
-    the other variants have this value by default. Returns "" if there is no such setting.
+    For example, one variant sets the value that the other variants have by default. `settings` has
+    the resolved settings of each phase.
     """
     runs = [
         (_given(asdict(phase)), held)
@@ -189,8 +189,8 @@ def p_value(first: Sequence[float], second: Sequence[float]) -> float:
     """Returns the probability of at least the observed difference, if the variants do not differ.
 
     `first` and `second` have the figures of two variants, one for each of at most `MAX_ROUNDS`
-    rounds. The test is exact, because it compares the difference of the faster halves with the
-    differences after all possible exchanges.
+    rounds. The test exchanges the two figures of some rounds. It is exact, because it tries every
+    selection of rounds and compares the difference of the faster halves each time.
     """
     pairs = [(math.log(a), math.log(b)) for a, b in zip(first, second, strict=True)]
 
@@ -225,8 +225,8 @@ def compare(sweep: str, variants: Sequence[Variant]) -> Comparison:
 def _refusal(variants: Sequence[Variant]) -> str:
     """Returns why the runs cannot be compared, or "".
 
-    The reason is a difference that the variants do not explain, a missing fact, or a key that
-    has one value in all runs although the variants differ in it.
+    There are three reasons: a run lacks a fact; two runs differ in a key, and the variants do not
+    explain this; the variants differ in a key that has one value in all runs.
     """
     first = variants[0].runs[0]
     variables = {key for variant in variants for key in variant.changes}

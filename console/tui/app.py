@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 TICK_S = 1.0
 LEAVE = "ctrl+c"
 CLASSES = {"launch": "Launch", "stall": "Stall", "logs": "LogView"}
-"""For each view except the Dashboard, the name of its module and of its class."""
+"""The module and the class of each view except the Dashboard."""
 
 
 def bindings() -> list[Binding]:
@@ -200,11 +200,11 @@ class ConsoleApp(App[int], inherit_bindings=False):
     async def action_key(self, key_id: str) -> None:
         """Executes a key: asks its `question`, or calls its method `do_<id>`.
 
-        While an overlay is open, the method of the overlay is called. If the overlay has no such
-        method, the key has no effect; but if the overlay `gives_way` and no text field has the
+        While an overlay is open, the method of the overlay is called. Without such a method, the
+        key has no effect, with one exception: if the overlay `gives_way` and no text field has the
         focus, the overlay is closed and the key is executed. Without an overlay, a key with a
-        question works in every view. Another key works in its `views`: its method in the view, the
-        app or the operator is called.
+        question works in every view. A key without a question works in its `views`: the view, the
+        app or the operator has its method.
         """
         key = keys.KEYS[key_id]
         if self.overlay is not None:

@@ -130,10 +130,9 @@ def request(path: Path, action: str, args: Mapping[str, Any]) -> str:
 def _run(action: str, command: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """Runs a command of `nsa-console` in a process with its own session.
 
-    The process continues if the screen ends. In the process of the screen, a write into a
-    directory that does not answer could keep the console from exiting. Returns two values: the
-    result, and the lines on standard error. Raises ContractError if the command fails, for example
-    after a rejection.
+    The process continues if the screen ends. If the screen itself wrote into a directory that does
+    not answer, the console might be unable to exit. Returns two values: the result, and the lines
+    on standard error. Raises ContractError if the command fails, for example after a rejection.
     """
     from console.supervisor import launch_spec
 

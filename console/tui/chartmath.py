@@ -1,7 +1,7 @@
 """Computes a chart as text: time window, columns, axis bounds, braille or block characters.
 
 A scrolling chart would be sent to the terminal completely at every sample. This chart fills from
-left to right and moves only when it is full, so most samples change only a few columns.
+left to right, and moves only when it is full. So most samples change only a few columns.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _BLOCKS = " ▁▂▃▄▅▆▇█"
 def window(first: float, now: float, span_s: int = 0) -> tuple[float, int]:
     """Returns two values: the start and the length of the displayed time.
 
-    If `span_s` is 0, the length is the least of `SPANS_S` that shows all points so far, at most ten
-    minutes. A chart with this length begins at the first point until it is full. If the operator
-    chose the length, the chart ends at most a quarter of the length after `now`.
+    If `span_s` is 0, the length is the shortest of `SPANS_S` that shows all points, but at most
+    `AUTO_MAX_S`. A chart with this length begins at the first point until it is full. If the
+    operator chose the length, the chart ends at most a quarter of the length after `now`.
     """
     elapsed = now - first
     auto = next((s for s in SPANS_S if elapsed <= s <= AUTO_MAX_S), AUTO_MAX_S)
@@ -83,7 +83,7 @@ def merge(several: Sequence[Sequence[Bin]]) -> Sequence[Bin]:
 class Curves:
     """Computes the curves of one chart.
 
-    For the same view, if each series `_continues`, only the last columns are computed again.
+    If the view is the same and every series only got new points, computes only the last columns.
     """
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class Curves:
 
 
 def _continues(points: Sequence[Point], before: tuple[int, Point, Point]) -> bool:
-    """Returns whether the oldest point, and the point that was the newest, are where they were."""
+    """Returns whether points were only added: the oldest and former newest point are in place."""
     count, oldest, newest = before
     return len(points) >= count and points[0] == oldest and points[count - 1] == newest
 
@@ -172,7 +172,7 @@ def levels(
 def bridge(held: list[tuple[int, int] | None]) -> list[tuple[int, int] | None]:
     """Fills short gaps between points by a straight line, so that rare samples form a curve.
 
-    A gap that is much longer than the usual distance of the points, for example a stall, stays.
+    Gaps of more than four median distances of the points, or of more than 16 columns, stay.
     """
     filled = list(held)
     known = [(index, dots) for index, dots in enumerate(held) if dots is not None]

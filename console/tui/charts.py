@@ -18,8 +18,8 @@ LAYER, LOWEST_LAYER = "gate_entropy:", "gate_entropy_lowest_layer"
 class Chart:
     """One chart: its title and its series.
 
-    `each` is the kind of thing that has a separate series: "GPU", "rank" or "layer", or "". A chart
-    of layers draws a curve for each of its `names`; any other chart draws one band over them.
+    `each` is "GPU", "rank" or "layer" if each of them has its own series, or else "". A chart of
+    layers draws one curve for each of its `names`. Any other chart draws one band over them.
     """
 
     title: str
@@ -32,9 +32,9 @@ class Chart:
     parts: tuple[str, ...] = ()
     """The series whose values the zoomed chart lists one by one."""
     measures: str = ""
-    """The measured thing if the unit does not show it ("GPU", "CPU" or "RSS"), or else ""."""
+    """The measured thing ("GPU", "CPU" or "RSS") if the unit does not show it, or else ""."""
     is_over: bool = False
-    """True for a chart of ranks or GPUs whose run has ended, so that they have no present value."""
+    """True for a chart of ranks or GPUs after the end of the run: it has no present value."""
 
     @property
     def unit_word(self) -> str:
@@ -81,7 +81,7 @@ def _of_run(chart: Chart, state: RunState, recorded: Collection[str]) -> Chart:
 
 
 def of_run(state: RunState, recorded: Collection[str], choice: Sequence[str]) -> list[Chart]:
-    """Returns the charts of a run: those that the operator chose, or else those with data.
+    """Returns the charts that the operator chose, or else the charts with data.
 
     If there are no such charts, returns the first `DEFAULT` charts. `recorded` has the names of the
     series that have points.

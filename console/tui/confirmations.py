@@ -27,8 +27,8 @@ class Question:
     """The confirmation of one or more actions. The screen adds the button No.
 
     If `typed` is not empty, a choice works only after the operator has typed this text. A choice
-    acts on the run or launch `path`, even if the screen shows another run by then; for
-    `launch`, `path` is only the place of the new directory.
+    acts on the run or launch at `path`, even if the screen shows another run by then. For a new
+    launch, `path` is only the place of its directory.
     """
 
     title: str
@@ -46,8 +46,8 @@ def question(state: RunState | None, *actions: Action) -> Question:
     """Returns the confirmation of actions on the displayed run, with one button per action.
 
     The buttons for adopt and resume exclude each other: only the possible action has one. While the
-    run's launch waits between two phases, the only button for halt, stop or kill is a halt of the
-    launch. Raises CannotAsk.
+    launch waits between two phases, halt, stop and kill offer only a halt of the launch. Raises
+    CannotAsk.
     """
     state, first = _shown(state), actions[0]
     launch = state.launch

@@ -30,11 +30,11 @@ POLL_S, IDLE_POLL_S, QUIET_S = 0.1, 0.5, 0.25
 """The longest waits for input: during the second after an input, and later. Characters that follow
 pasted characters within `QUIET_S` count as pasted."""
 FEW, FIELD_CHARS = 8, 256
-"""The largest number of characters in one read that count as typed: as keys, and in a field."""
+"""More characters than this in one read count as pasted: outside a field, and in a field."""
 PASTE_BEGIN = "\x1b[200~"
 IGNORED = "input ignored: keys that come together count as pasted; type them one by one"
 SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|O.|[\]P^_X].*?(?:\x07|\x1b\\)|.?)", re.DOTALL)
-"""Matches the escape sequence of a key, the mouse, a begin or end of a paste, or an answer."""
+"""Matches an escape sequence: a key, the mouse, the begin or end of a paste, or an answer."""
 RESTORE = (
     b"\x1b[?1000l\x1b[?1003l\x1b[?1006l\x1b[?2004l\x1b[?1004l\x1b[?7h\x1b[<u\x1b[?1049l\x1b[?25h"
 )
@@ -44,8 +44,8 @@ RESTORE = (
 class TerminalDriver(LinuxDriver):
     """Ends the process when the terminal is gone, or if the exit takes longer than `GRACE_S`.
 
-    An exit can take too long because a terminal that reads nothing blocks the writer, and the
-    writer then blocks the event loop.
+    An exit can take too long if the terminal reads nothing: it blocks the writer, and the writer
+    blocks the event loop.
     """
 
     def __init__(self, *given: Any, **named: Any):
@@ -99,10 +99,10 @@ class TerminalDriver(LinuxDriver):
     def _typed(self, text: str) -> str:
         """Returns the text of one read, without its characters if they count as pasted.
 
-        Characters count as pasted if one read has more of them than a person types, or if they
-        soon follow pasted characters. Escape sequences are passed to Textual. If pasted text is
-        dropped, the sequence that begins the paste is dropped too: if the sequence that ends the
-        paste is lost, Textual would ignore all keys.
+        Characters count as pasted if one read has more of them than a person types, or if they soon
+        follow pasted characters. Escape sequences are passed to Textual, except the sequence that
+        begins a dropped paste. If Textual read it, and if the sequence that ends the paste got
+        lost, Textual would ignore all keys.
         """
         sequences = SEQUENCE.findall(text)
         count = len(text) - sum(map(len, sequences))
@@ -140,8 +140,8 @@ class TerminalDriver(LinuxDriver):
     def _end_now(self) -> None:
         """Ends the process even if the terminal reads nothing and the event loop is blocked.
 
-        Pending output is dropped, and the writer is redirected to /dev/null, so that the terminal
-        has room for `RESTORE`. Typed input is dropped too, because the shell would run it.
+        Drops pending output and redirects the writer to /dev/null, so that the terminal has room
+        for `RESTORE`. Also drops typed input, because the shell would run it.
         """
         if not self._ends.acquire(blocking=False):
             return

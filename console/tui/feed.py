@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 POLL_S = 1.0
 GLANCE_S = 0.25
 LOOK_BYTES = 1 << 20
-"""The limit of `RunSource` for one poll, so that a long run is shown while it is read."""
+"""`limit_bytes` of the `RunSource`: a long run is shown while its records are still being read."""
 STAMPED = ("supervisor.json", "events.jsonl", "gates.json", "../plan_state.json")
 """Paths relative to the run directory. When one of these files changes, the next poll is due."""
 
@@ -75,10 +75,10 @@ def find_newest(root: Path) -> Path | None:
 
 
 def find_live(found: Sequence[Path]) -> Path | None:
-    """Returns the first launch that may be alive, or None; only the first 50 are examined.
+    """Returns the first launch that may be alive among the first 50, or None.
 
-    A launch of another host counts only while its state is recent: if that host crashed, no end is
-    recorded.
+    A launch on another host counts only while its state is recent, because a host that crashes
+    records no end.
     """
     from console.sources import launch_documents, liveness
 
@@ -96,8 +96,8 @@ def find_live(found: Sequence[Path]) -> Path | None:
 class Feed:
     """Polls a run in a thread. The thread calls `deliver`, which must only pass the data on.
 
-    The next snapshot is made only after `allow_next()`, so a slow screen gets fewer snapshots, and
-    no queue grows.
+    The next snapshot is made only after `allow_next()`. So a slow screen gets fewer snapshots, and
+    snapshots do not queue up.
     """
 
     def __init__(self, deliver: Callable[[ScreenData], object], path: Path | None, root: Path):
@@ -112,7 +112,7 @@ class Feed:
         self._state: RunState | None = None
         self._logs: LogSource | None = None
         self._made: dict[str, tuple[object, Any]] = {}
-        """For each part of a snapshot that is read only after a change: its mark, and its value."""
+        """The mark and the value of each part that is read only after a change of the mark."""
         self._stamps: list[object] = []
         self._watched: list[Path] = []
         self._nudged = threading.Event()

@@ -1,8 +1,8 @@
 """The table of keys, from which bindings, footer, buttons, help and palette are made.
 
-The keys of actions come from `console.action_table`. The other keys of the views have a row here,
-and a method `do_<id>` in the app or in each view that uses the key. A question and the palette have
-a few more keys of their own.
+The keys of actions come from `console.action_table`. Each other key has a row here. A method
+`do_<id>` of the view, the app or the operator executes it. A question and the palette have a few
+more keys of their own.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Key:
     """One row of the table: the keys of one function.
 
     The footer shows the `label`, if any; a narrow footer drops the keys with the lowest weights.
-    `button` is the label on the action bar, or ""; `actions` are the actions that the key asks
-    about.
+    `button` is the label on the action bar, or "". `actions` are the actions that the confirmation
+    of the key offers.
     """
 
     id: str
@@ -130,7 +130,7 @@ BUTTONS: tuple[tuple[str, str], ...] = tuple(
     for key in sorted(TABLE, key=lambda key: key.id.endswith("_view"))
     if key.button
 )
-"""The action bar: id and label of each button; buttons that show a view are last."""
+"""The id and the label of each button of the action bar; buttons that show a view are last."""
 
 
 def for_view(view: str) -> tuple[Key, ...]:

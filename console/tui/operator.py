@@ -155,8 +155,8 @@ class Operator:
     async def do_launch(self) -> None:
         """Asks whether to start the next phase of a launch in progress, or else the draft.
 
-        The question about the draft follows its check, if the Launch view is still shown and the
-        draft has not changed.
+        The draft is checked first. The question follows if the Launch view is still shown, and if
+        the draft has not changed.
         """
         screen, state = self._screen, self._state
         if self._is_starting():

@@ -1,4 +1,4 @@
-"""Cuts, wraps, aligns and compares rows of styled text, which are plain data without Textual."""
+"""Cuts, wraps, aligns and compares rows of styled text; a row is plain data without Textual."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def labelled(label: Span, lines: Iterable[str], style: str = "") -> list[Row]:
 
 
 def spread(left: Row, right: Row, width: int) -> Row:
-    """Returns two parts at the ends of a row; if they do not both fit, `right` is left out."""
+    """Returns a row with `left` and `right` at its ends; leaves `right` out if both do not fit."""
     gap = width - width_of(left) - width_of(right)
     if gap < 1:
         return clip(left, width)
@@ -97,7 +97,7 @@ def rule(title: str, width: int, right: str = "", focused: bool = False, detail:
 
 
 def wrap(text: str, width: int, limit: int = 99) -> list[str]:
-    """Returns lines of at most `width` cells, broken at spaces if possible; cuts after `limit`."""
+    """Returns at most `limit` lines of at most `width` cells, broken at spaces if possible."""
     text = " ".join(text.split())
     if not text:
         return []
@@ -107,7 +107,7 @@ def wrap(text: str, width: int, limit: int = 99) -> list[str]:
 
 
 def chop(text: str, width: int, limit: int = 20, first: int | None = None) -> list[str]:
-    """Breaks text into lines of at most `width` cells, if possible at spaces; cuts after `limit`.
+    """Breaks text into at most `limit` lines of at most `width` cells, if possible at spaces.
 
     Unlike `wrap`, keeps the spacing within a line, because logs are often tables. Does not break at
     a space before index `first` (by default the middle of the line).

@@ -28,11 +28,11 @@ LEAST_WIDTH, LEAST_HEIGHT = 80, 16
 LEAST_FIGURES, MOST_FIGURES = 3, 8
 """Least and most lines of the figures, if they are below the ranks."""
 LEAST_CHART, LOW_CHART, HIGH_CHART = 4, 5, 9
-"""Least heights of a chart in lines: of any chart, in a low terminal with a log, and if there are
-more than two rows of charts."""
+"""Least heights of a chart in lines. `LOW_CHART` applies in a low terminal with a log, and
+`HIGH_CHART` if there are more than two rows of charts."""
 LEAST_LOG = 3
 BESIDE_WIDTH, BESIDE_HEIGHT = 70, 5
-"""The least room below the ranks in which a tall view shows the log; with less room, the log is
+"""If the room below the ranks has this size, a tall view shows the log there. Otherwise the log is
 at the end of the view."""
 
 
@@ -42,8 +42,8 @@ class Shape:
 
     The top has the ranks and the figures. The charts fill the height between top and log, in rows
     of `per_row` charts. `beside` is the height of a log in the top, below the ranks; `log` is then
-    0. `below` is the height of figures below the ranks, over the whole width; if it is 0, any
-    figures are to the right of the ranks.
+    0. `below` is the height of figures below the ranks. If it is 0, the figures are to the right of
+    the ranks, or there are no figures.
     """
 
     top: int
@@ -65,7 +65,7 @@ GAP = 2
 def shape(width: int, height: int, ranks: int, available: int) -> Shape:
     """Returns the layout of the Dashboard for `available` charts in `width` × `height` cells.
 
-    In a terminal that is too small for charts, the figures are below the ranks, and the log is
+    A terminal that is too small for charts shows the ranks, the figures below them, and the log
     below the figures, as far as there is room.
     """
     if width < LEAST_WIDTH or height < LEAST_HEIGHT:

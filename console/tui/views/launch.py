@@ -22,12 +22,12 @@ from trainers.contract import flags as registry
 
 WIDE = 110
 LEAST_FLAGS, LEAST_HEIGHT = 7, 18
-"""Number of rows that other panels leave, if possible, to the list of flags and its heading; least
-height of a view that shows facts about the training."""
+"""The list of flags and its heading get `LEAST_FLAGS` rows, if possible. A view with less than
+`LEAST_HEIGHT` rows shows no facts about the training."""
 
 
 def live_launch(snapshot: ScreenData | None) -> tuple[RunState, LaunchState] | None:
-    """Returns two values, the run and the launch, if a launch is in progress; or else None."""
+    """Returns the run and the launch if a launch is in progress, or else None."""
     state = snapshot.state if snapshot else None
     launch = state.launch if state else None
     return (state, launch) if state and launch and launch.under_way else None
@@ -52,7 +52,7 @@ class FlagList(Picker):
 
 
 class Launch(Scrolls, View):
-    """Shows a launch in progress, or else the draft, and parts of an ended launch, if any."""
+    """Shows a launch in progress, or else the draft and parts of an ended launch, if any."""
 
     DEFAULT_CSS = """
     Launch { layout: vertical; }
@@ -117,8 +117,8 @@ class Launch(Scrolls, View):
     def _shown(self, snapshot: ScreenData) -> tuple[RunState, LaunchState] | None:
         """Returns the run and launch whose command and flags are shown; None means the draft's.
 
-        A launch that has ended is returned only if its plan cannot be prepared: for example, the
-        plan of a drill or of `--config` has no file.
+        An ended launch is returned only if no new launch of its plan can be prepared. For example,
+        the plan of a drill or of `--config` has no file.
         """
         has_no_file = self.draft.plan is None and self.draft.trouble
         return live_launch(snapshot) or (self._ended(snapshot) if has_no_file else None)
@@ -152,8 +152,8 @@ class Launch(Scrolls, View):
     def _check_rows(self, snapshot: ScreenData, width: int, height: int) -> list[Row]:
         """Returns the gates of a launch in progress, or else the checks of the draft.
 
-        The gates of a run that has ended are shown above the checks, in at most half the height
-        unless the height is `WHOLE`.
+        The gates of an ended run are shown above the checks. They get at most half the height; with
+        `WHOLE` as height, all rows are shown.
         """
         state, rows = snapshot.state, []
         is_live, is_whole = live_launch(snapshot) is not None, height >= WHOLE

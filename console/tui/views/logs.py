@@ -38,7 +38,7 @@ class LogPane(Panel, can_focus=True):
 class LogView(Scrolls, View):
     """The view of log lines. `bottom` is the number of the line below the last displayed line.
 
-    `bottom` is None while the view follows the log; `at` is the number of the found line, or None.
+    `bottom` is None while the view follows the log. `at` is the number of the found line, or None.
     Lines are numbered by arrival, so the displayed part stays in place when new lines come.
     """
 

@@ -47,7 +47,7 @@ def _past_rows(past: Verdict, calm: str, width: int, height: int, now: float) ->
 
 
 def _clock(ts: float, now: float) -> str:
-    """Returns a time of day, with its date if it is more than 20 hours away."""
+    """Returns a time of day, with its date if it is more than 20 hours before or after `now`."""
     return clock(ts, "%Y-%m-%d %H:%M" if abs(now - ts) > 20 * 3600 else "%H:%M:%S")
 
 
@@ -171,7 +171,7 @@ def evidence_rows(
 
 
 def no_dump(state: RunState) -> str:
-    """Returns a sentence that there is no dump; for a live run, with the key that dumps stacks."""
+    """Returns the sentence on a missing dump; in a live run, it names the key that dumps."""
     is_live = state.state in LIVE_STATES
     return (
         f"no dump {'yet; D dumps the stacks of ranks that can dump' if is_live else 'of this run'}"
@@ -198,8 +198,8 @@ def top_frame(stack: Stack | None) -> Frame | None:
 def grouped(stacks: Mapping[int, Stack], ranks: Sequence[int], odd: int | None) -> list[Group]:
     """Returns groups of ranks whose main threads have the same frames in the same dump.
 
-    The group of the blamed rank `odd` comes first, then ranks without a dump, then the other
-    groups, the smallest first; groups of an older dump come last.
+    The order is: 1. the group of the blamed rank `odd`, 2. ranks without a dump, 3. groups of the
+    newest dump, 4. groups of an older dump. In 3 and 4, the smallest group comes first.
     """
     held: dict[tuple[object, ...], list[int]] = {}
     for rank, stack in sorted(stacks.items()):
@@ -220,9 +220,9 @@ def stack_rows(
 ) -> list[Row]:
     """Returns one column per group, from the group `first` on, innermost frames on top.
 
-    Only groups of the newest dump are compared and marked; if there is only one, no group is
-    marked. Otherwise the group of the blamed rank `odd` is marked. If no rank is blamed, and one
-    group has most of the ranks, the other groups are marked.
+    Only groups of the newest dump can be marked, and only if there are several. The group of the
+    blamed rank `odd` is marked. If no rank is blamed, and one group has more than half of the
+    ranks, all other groups are marked.
     """
     newest = max(stack.ts for _, stack in groups if stack)
     sizes = [len(ranks) for ranks, stack in groups if stack and stack.ts == newest]

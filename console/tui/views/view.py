@@ -35,8 +35,7 @@ class Body(Box):
 class View(Box):
     """One of the four views between the alert line and the action bar.
 
-    The method `do_<id>` executes the key `<id>`. For a key of this view, the app looks for the
-    method in the view first, unless an overlay is open or the key has a `question`.
+    The method `do_<id>` executes the key `<id>`. `action_key` of the app says when a key calls it.
     """
 
     DEFAULT_CSS = "View { height: 1fr; width: 1fr; }"

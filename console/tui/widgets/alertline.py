@@ -20,7 +20,7 @@ SILENT_S = 5.0
 MOST_LINES, SHARE = 4, 5
 """Most lines of the notice: `MOST_LINES`, but not more than one in `SHARE` lines of the screen."""
 LEAST_ROOM = 24
-"""Least width of the text to the left of the keys; if there is less room, no keys are shown."""
+"""If the text to the left of the keys would get less width than this, no keys are shown."""
 WORDS: dict[Level, str] = {"crit": "! CRIT", "warn": "! WARN", "info": "  info"}
 
 
@@ -28,8 +28,8 @@ WORDS: dict[Level, str] = {"crit": "! CRIT", "warn": "! WARN", "info": "  info"}
 class Notice:
     """One message of the alert line: an alert, a late action, or a fact on run, launch or screen.
 
-    `hint` names the keys that help, or is ""; `alert` is the id of the alert that A acknowledges,
-    or "".
+    `hint` names the keys that help. `alert` is the id of the alert that A acknowledges. Both may be
+    "".
     """
 
     level: Level

@@ -1,4 +1,4 @@
-"""The last two lines of the screen, from the table of keys: buttons, and the keys of the view."""
+"""The last two lines of the screen: the buttons, and the keys of the view."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def _note(chart: Chart, series: Mapping[str, Points], width: int) -> str:
 
 
 def _old(chart: Chart, series: Mapping[str, Points]) -> str:
-    """Returns how much older the newest value is than that of another series, if much, or ""."""
+    """Returns by how much this chart is older than another, if by more than `OLD_S`, or ""."""
     newest = max((points[-1][0] for points in series.values() if points), default=0.0)
     own = max((series[name][-1][0] for name in chart.names if series.get(name)), default=newest)
     return f"{fmt.age(newest - own)} old: " if newest - own > OLD_S else ""
@@ -152,8 +152,8 @@ def zoomed_rows(
 ) -> list[Row]:  # fmt: skip
     """Returns one chart for the whole view, with values below the chart.
 
-    The values at the crosshair are those of the whole chart and of its GPUs, ranks or layers.
-    Without a crosshair, the newest values of GPUs, ranks or layers are shown.
+    At the crosshair, the values of the whole chart and of each GPU, rank or layer are shown.
+    Without a crosshair, only the newest value of each GPU, rank or layer is shown.
     """
     parts = part_rows(chart, series, at, width, height // 3)
     height -= 1 + len(parts)
@@ -222,9 +222,8 @@ def part_rows(
 class ChartPanel(Panel):
     """A chart that is drawn again only if its points, age, window, size or options change.
 
-    The window follows from the points of all shown charts, so that charts side by side have one
-    time axis. A zoomed chart is also drawn again with the first snapshot of each second, because
-    the chart shows an age.
+    The window depends on the points of all shown charts, so that charts side by side have one time
+    axis. A zoomed chart shows an age, so it is also drawn again in each new second.
     """
 
     def __init__(self, id: str, mode: Mode):

@@ -29,8 +29,8 @@ LINES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("disk free", ("disk_free_gib",), "", ""),
     ("load", ("load1",), "", ""),
 )
-"""For each line: its label, names of figures, and the word and the figure of its note. The line
-shows the first figure that is available."""
+"""Each line has a label, names of figures, and the word and the figure of a note. The line shows
+the first figure that is available."""
 IF_ANY = ("skipped", "dropped")
 """Lines that are left out while their figure is 0."""
 BRANCHES = ("cmp", "sel", "win")

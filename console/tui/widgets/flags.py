@@ -49,8 +49,8 @@ def items(
 ) -> list[Item]:  # fmt: skip
     """Returns flags, each with its present and its next value.
 
-    `coming` has the planned values of the next phase; it is None without a next phase or without
-    known values. `changed` has the values that the operator set for that phase.
+    `coming` has the planned values of the next phase. It is None if there is no next phase, or if
+    its values are not known. `changed` has the values that the operator set for that phase.
     """
     return [
         Item(flag, now.get(flag.name, ""), None if coming is None else coming.get(flag.name, ""),
@@ -102,8 +102,8 @@ def whole_rows(found: list[Item], width: int) -> list[Row]:
 def next_value(flag: Flag, planned: str, held: str | None) -> tuple[bool, str | None]:
     """Returns two values: whether the space key can change a flag, and the new value.
 
-    The key goes through all values except the planned value, then to None, which undoes the change.
-    A value of another kind than a bool or a choice must be typed.
+    The key goes through all values except the planned value. Then follows None, which undoes the
+    change. A value of another kind than a bool or a choice must be typed.
     """
     if flag.key.kind is bool:
         choices, planned = ("1", "0"), planned and str(int(planned.lower() in TRUE))

@@ -15,7 +15,7 @@ from console.tui.widgets.lines import Panel
 AMBER_S, RED_S = 3.0, 10.0
 LONGEST, GAP = 999, 2
 PUNCTUAL_S = 2.5
-"""If the last snapshot is older than this, its age is added to the shown age of the data."""
+"""If the last snapshot is older than this, the header adds its age to the age of the data."""
 
 
 def header_row(snapshot: ScreenData, width: int, late_s: float = 0.0, paused: bool = False) -> Row:
@@ -73,7 +73,7 @@ def _state(state: RunState, now: float) -> tuple[str, str]:
 
 
 def _still_s(state: RunState) -> float | None:
-    """Returns the time of the blamed rank in its phase; if no rank is blamed, the least time."""
+    """Returns the time of the blamed rank in its phase, or else the least time of any rank."""
     blamed = state.verdict.rank if state.verdict else None
     pulses = [r.pulse for r in state.ranks if r.pulse and blamed in (None, r.rank)]
     return min((p.since_s for p in pulses if p.since_s is not None), default=None)

@@ -34,8 +34,8 @@ def log_rows(line: LogLine, width: int, limit: int = 20) -> list[Row]:
 class LogBook:
     """The newest lines of the log, at most `BACKLOG`, with their numbers.
 
-    `total` is the number of lines added from this log, dropped lines included; `epoch` increases
-    when another log begins.
+    `total` counts all lines of this log, even those that were dropped. `epoch` increases when
+    another log begins.
     """
 
     def __init__(self) -> None:

@@ -59,7 +59,7 @@ class Answer(Wrapped):
         self.fit()
 
     def clear_error(self) -> None:
-        """Clears the message if it is an error, because it is about the former view."""
+        """Clears an error message, because it is about the former view."""
         if self._level == "error":
             self.clear()
 
@@ -79,7 +79,7 @@ class Overlay(Box):
     """
 
     gives_way = False
-    """True if a key that this overlay does not use closes the overlay and works in the view.
+    """True if a key without a use in this overlay closes the overlay, and then works in the view.
 
     While a text field has the focus, such a key does not close the overlay.
     """

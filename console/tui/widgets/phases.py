@@ -36,8 +36,8 @@ def phase_rows(
 ) -> list[Row]:  # fmt: skip
     """Returns the phases with their states.
 
-    A low panel shows only the phases around the current phase or, if the current phase has
-    completed, around the next phase. If there is room, the panel also shows what this phase proves.
+    The phase in focus is the current phase, or the next phase if the current phase has completed. A
+    low panel shows only the phases around it. If there is room, the panel shows what it proves.
     With `WHOLE` as height, the panel shows what each phase proves, and why it has its state.
     """
     is_whole = height >= WHOLE
@@ -141,8 +141,8 @@ def grid(
 ) -> list[Row]:
     """Returns a heading and cells of (result, text), failed cells first.
 
-    If there is no row for each cell, the cells are in as many columns as fit, and the heading
-    counts the cells that do not fit. With `WHOLE` as height, no text is cut.
+    Each cell gets its own row if there are enough rows. Otherwise the cells are in as many columns
+    as fit, and the heading counts the hidden cells. With `WHOLE` as height, no text is cut.
     """
     if not cells:
         return [rule(heading, width, note), (("none yet", "dim"),)]

@@ -1,4 +1,4 @@
-"""One row per rank with its GPU (or else its CPU and memory), step and phase."""
+"""One row per rank with its GPU, step and phase; without GPUs, with its CPU use and memory."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ BAR = ""
 def rank_rows(state: RunState, width: int, height: int, _now: float = 0.0) -> list[Row]:
     """Returns a heading and a row per rank, or per GPU before a rank has started.
 
-    If not all ranks fit, only the worst are shown, the worst first, and the last row has the number
-    of the others.
+    If not all ranks fit, shows only the worst ranks, the worst first. The last row then has the
+    number of hidden ranks.
     """
     has_gpus = bool(state.gpus) or any(rank.gpu is not None for rank in state.ranks)
     idle = [Rank(gpu.index, state.host, 0, "", None, None, None, gpu) for gpu in state.gpus]
