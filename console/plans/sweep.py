@@ -241,7 +241,7 @@ def _refusal(variants: Sequence[Variant]) -> str:
                 if a.facts.get(key) != run.facts.get(key):
                     values = f"{a.facts.get(key)!r} in {a.name} and {run.facts.get(key)!r}"
                     return f"{key} is {values} in {run.name}"
-    for key in variables & first.facts.keys():
+    for key in sorted(variables & first.facts.keys()):
         if all(variant.runs[0].facts.get(key) == first.facts[key] for variant in variants):
             return f"{key} is {first.facts[key]!r} in all runs, although the variants differ in it"
     return ""
