@@ -17,7 +17,7 @@ from trainers.contract.values import TRUE
 Mailbox = Literal["run", "launch"]
 Phases = Literal["next", "all"]
 PHASES: tuple[Phases, ...] = get_args(Phases)
-"""The phases to which a changed flag applies: the next phase, or all later phases."""
+"""The phases to which a changed flag applies: the next phase, or the next and all later phases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,11 @@ class Action:
     verb: str = ""
     """The command made from this row, perhaps with an option ("stop --kill"); "" for no command."""
     examples: tuple[str, ...] = ()
+
+
+def clause(sentence: str) -> str:
+    """Returns a sentence with a lower-case first letter and without a full stop."""
+    return sentence[0].lower() + sentence[1:].rstrip(".")
 
 
 def _text(limit: int) -> Callable[[Any], str]:
@@ -104,17 +109,17 @@ LOST_STEPS = ("loses", "at most the steps since the last checkpoint")
 
 TABLE: tuple[Action, ...] = (
     Action(
-        "dump", "Dump the stacks of all ranks that can dump.", ("run",),
+        "dump", "Dump the Python stacks of all ranks that handle SIGUSR1.", ("run",),
         (Argument("rank", "R", _rank, "dump only this rank, counted from 0", required=False),),
-        cost=("keeps", "all work (a rank that does not handle the signal is not dumped)"),
         key="D", weight=8, button=True, neutral=True, verb="dump",
-        title="Dump the stacks of all ranks that can dump?",
+        title="Dump the stacks of all ranks that handle SIGUSR1?",
         examples=("dump latest", "dump latest --rank 1"),
     ),
     Action(
-        "halt", "Halt all ranks at the same step; the plan ends.", ("run", "launch"),
-        cost=("keeps", "all work of a trainer of this project (every rank stops at the same step "
-              "and saves a checkpoint)"),
+        "halt",
+        "Halt all ranks at the same step, and end the launch; trainers of this project save a "
+        "checkpoint.", ("run", "launch"),
+        cost=("keeps", "all work (every rank stops at the same step and saves a checkpoint)"),
         key="H", weight=8, button=True, title="Halt this run?",
         verb="halt", examples=("halt latest",),
     ),
@@ -126,12 +131,13 @@ TABLE: tuple[Action, ...] = (
     Action("profile", "Profile the next three steps of all ranks, into `profiles/`.", ("run",),
            neutral=True),
     Action(
-        "stop", "Stop all ranks: TERM, the grace time, then KILL; the plan ends.",
+        "stop",
+        "Stop all ranks, and end the launch: TERM, the grace time to save a checkpoint, then KILL.",
         ("run", "launch"), cost=LOST_STEPS, key="K", title="Stop or kill this run?",
         verb="stop", examples=("stop latest",),
     ),
     Action(
-        "kill", "Kill all ranks at once, without a checkpoint; the plan ends.", ("run",),
+        "kill", "Kill all ranks at once, without a checkpoint, and end the launch.", ("run",),
         (Argument("yes", "", _yes, "confirm --kill"),),
         cost=LOST_STEPS, key="K", verb="stop --kill", examples=("stop latest --kill --yes",),
     ),
@@ -149,17 +155,19 @@ TABLE: tuple[Action, ...] = (
         key="L", weight=5, button=True,
     ),
     Action(
-        "proceed", "Start the next phase of a plan that waits for confirmation.", ("launch",),
-        (Argument("phase", "NAME", _text(80), "name of that phase, as a check", required=False),),
+        "proceed", "Start the next phase of a launch that waits for confirmation.", ("launch",),
+        (Argument("phase", "PHASE", _text(80), "the phase that must be next", required=False),),
         cost=("keeps", "completed phases"), key="L",
     ),
     Action(
-        "override", "Accept a gate that failed or is unknown, with a reason; its result remains.",
+        "override",
+        "Accept a gate that failed or is unknown; it keeps its result, but no longer ends the "
+        "launch.",
         ("launch",),
-        (Argument("phase", "NAME", _text(80), "name of the phase"),
+        (Argument("phase", "PHASE", _text(80), "name of the phase"),
          Argument("gate", "GATE", _text(80), "name of the gate, as `check` prints it"),
          Argument("reason", "TEXT", _text(200), "why, at most 200 characters; for the report")),
-        cost=("keeps", "all work (the gate no longer stops the plan)"), verb="override",
+        cost=("keeps", "all work (the gate no longer ends the launch)"), verb="override",
         examples=("override latest --phase smoke --gate loss_falls --reason 'noisy'",),
     ),
     Action(
@@ -175,12 +183,13 @@ TABLE: tuple[Action, ...] = (
     ),
     Action(
         "set-flag",
-        "Set a flag of the next phase, or of all later phases; without a value, undo the change.",
+        "Set a flag for the next phase; with phases=all, also for the phases after it. Without "
+        "value, reset the flag to the value of the plan.",
         ("launch",),
         (Argument("name", "NAME", _flag_name, "name of the flag, see `flags`"),
          Argument("value", "VALUE", _flag_value, "new value of the flag", required=False),
-         Argument("phases", "PHASES", _phases, "next (default), or all: every later phase",
-                  required=False)),
+         Argument("phases", "PHASES", _phases, "next (default), or all: the next and all later "
+                  "phases", required=False)),
         examples=("do latest set-flag name=NSA_LR value=0.0005",
                   "do latest set-flag name=NSA_LR value=0.0005 phases=all"),
     ),
@@ -216,7 +225,5 @@ def check(action: str, args: Mapping[str, Any], mailbox: Mailbox | None = None) 
             if not argument.metavar:
                 switch = f"add --{name} (with `do`: {name}=true) to confirm"
                 raise UsageError(f"{action} needs {name}: {switch}")
-            given = f"{name}={argument.metavar}"
-            option = f"--{name} {argument.metavar} (with `do`: {given})" if row.verb else given
-            raise UsageError(f"{action} needs {option}: {argument.help}")
+            raise UsageError(f"{action} needs {name}={argument.metavar}: {argument.help}")
     return found

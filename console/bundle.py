@@ -1,4 +1,4 @@
-"""Writes one archive of a run for a bug report, without secrets of known forms.
+"""Writes one archive of a run for a bug report, without the secrets that it recognises.
 
 Anybody may have written the run directory. So no link in it is followed, only regular files are
 read, and the sizes are limited. `REMOVED` replaces the secrets.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -20,15 +21,22 @@ from console.sources.process import NAME, program
 from trainers.contract.errors import ContractError, UsageError
 
 EXITS: dict[int, str] = {
-    0: "success: done, healthy, or completed with all gates passed or overridden",
-    1: "a check failed; a gate did not pass (no override); stalled, unsupervised",
+    0: "success",
+    1: "a check or a drill failed, or a sweep was not compared",
     2: "usage error",
     3: "no such run or launch",
-    4: "rejected; or the run was halted, stopped or killed",
-    5: "failed, crashed or lost; no answer in time; the screen failed",
-    6: "cannot write to standard output; an action, if requested, was executed",
+    4: "rejected",
+    5: "another error, for example no answer in time",
+    6: "cannot write to standard output; a requested action was still executed",
     130: "ended by ctrl+c; runs continue",
 }
+RUN_EXITS: dict[int, str] = {
+    0: "healthy; or completed, and each gate passed or has an override",
+    1: "stalled or unsupervised; or a gate without an override did not pass",
+    4: "halted, stopped or killed",
+    5: "failed, crashed or lost",
+}
+OF_A_RUN = "exit codes for the state of a run (status, watch, watchdog, check, --wait):"
 INTERRUPTED = 130
 WORDS = "docs/words.md"
 """The document that explains the words of the console."""
@@ -77,7 +85,8 @@ class Parser(argparse.ArgumentParser):
         if row is None:
             return
         more = row.more if isinstance(row.more, str) else row.more()
-        self.description, self.epilog = row.about, _epilog(row.examples, more)
+        self.description = textwrap.fill(row.about, 80)
+        self.epilog = _epilog(row.examples, more, row.exits_by_run)
         self.set_defaults(command=row, acts=row.target.startswith("control"))
         for names, given in (JSON, *row.options):
             self.add_argument(*names, **given)
@@ -93,12 +102,14 @@ class Parser(argparse.ArgumentParser):
         output.print_line(message.rstrip())
 
 
-def _epilog(examples: Sequence[str], more: str = "", end: Sequence[str] = ()) -> str:
+def _epilog(examples: Sequence[str], more: str = "", by_run: bool = True) -> str:
     called = program()
     lines = ["examples:", *(f"  {called} {example}".rstrip() for example in examples), ""]
     lines += [more] if more else []
     lines += ["exit codes:", *(f"  {code:<3} {means}" for code, means in EXITS.items())]
-    return "\n".join((*lines, *end))
+    if by_run:
+        lines += ["", OF_A_RUN, *(f"  {code:<3} {means}" for code, means in RUN_EXITS.items())]
+    return "\n".join(lines)
 
 
 def build_parser() -> Parser:
@@ -107,18 +118,16 @@ def build_parser() -> Parser:
         prog=NAME,
         description="Launch, watch and diagnose NSA pre-training. Without a command: the screen.\n"
         "Write the options below before the command.",
-        epilog=_epilog(
-            ("", "launch cpu_smoke", "status latest", "--root /data/runs runs"),
-            end=("", f"words: {WORDS}"),
-        ),
+        epilog=_epilog(("", "launch cpu_smoke", "status latest", "--root /data/runs runs"))
+        + f"\n\nwords: {WORDS}",
     )
     parser.add_argument(
         "--root", type=path, default=launches.ROOT, metavar="DIR",
-        help="folder of the launches (default: %(default)s)",
+        help="directory of the launches (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--plan", type=word, default="cpu_smoke",
-        help="plan that the screen offers (default: %(default)s)",
+        help="plan that L launches if the screen shows no launch (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--mouse", action=argparse.BooleanOptionalAction,

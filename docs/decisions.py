@@ -117,9 +117,9 @@ TABLE: tuple[Decision, ...] = (
               "All gates without an override pass. For this, the numbers of the records must have "
               "no gap. If a resumed run had no step left, the gates use the records of the earlier "
               "run. All ranks must then have loaded its last checkpoint."),
-             "The plan ends. A gate without its records is unknown, never passed. An exit that "
+             "The launch ends. A gate without its records is unknown, never passed. An exit that "
              "only one record shows is unknown too.",
-             "The plan ends, and its reason names the rank or the missing records."),
+             "The launch ends, and its reason names the rank or the missing records."),
     Decision("go-run", "go", "print go for a run: `check`, `status` and `--wait` return 0",
              ("In gates.json, which the supervisor writes, every gate passes or has an override.",
               "The command evaluates every gate from the records. Each gate passes, or has the "

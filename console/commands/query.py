@@ -101,7 +101,7 @@ def follow(run: RunSource, options: argparse.Namespace, until_waiting: bool = Fa
     """Prints changes, and the result at the end of a run or launch; returns the last exit code.
 
     With the option `--json` only the last state is printed. With `until_waiting` the function also
-    returns when the plan waits for confirmation.
+    returns when the launch waits for confirmation.
     """
     changes = Changes()
     while True:

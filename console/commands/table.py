@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from console import action_table
-from console.action_table import ACTIONS, Action
+from console.action_table import ACTIONS, Action, clause
 
 ANSWER_S = 15.0
 LONGEST_S = 86_400.0
 LEGACY = "Legacy run directories are accepted; missing files are skipped.\n"
-HALTS = (
-    "With --halt, a rule with *, and a rule to which the plan gives the action halt,\n"
-    "stop or restart, can halt the run; docs/watch-rules.md lists the conditions.\n"
+RULES = (
+    "Rules, and when each raises its alert. With --halt, two kinds can halt the run:\n"
+    "those with *, and those to which the plan gives halt, stop or restart.\n"
+    "docs/watch-rules.md lists the conditions of a halt.\n"
 )
 
 # --- types of options --------------------------------------------------------------------------
@@ -82,7 +83,10 @@ def option(*names: str, **more: Any) -> Option:
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One subcommand. `target` is the `module.function` in `console.commands` that executes it."""
+    """One subcommand. `target` is the `module.function` in `console.commands` that executes it.
+
+    `exits_by_run` says that the exit code can depend on the state of a run.
+    """
 
     name: str
     about: str
@@ -90,30 +94,32 @@ class Command:
     options: tuple[Option, ...] = ()
     more: str | Callable[[], str] = ""
     target: str = ""
+    exits_by_run: bool = False
 
     def __call__(self, options: argparse.Namespace) -> int:
         module, function = self.target.split(".")
         return getattr(import_module(f"console.commands.{module}"), function)(options)
 
 
-JSON = option("--json", action="store_true", help="print one JSON document per line")
+JSON = option("--json", action="store_true", help="print JSON, one document per line")
 TIMEOUT = option(
     "--timeout", type=seconds, default=ANSWER_S, metavar="SECONDS",
     help="longest wait for the answer, in seconds (default: %(default)s)",
 )  # fmt: skip
 WAIT = option("--wait", action="store_true", help="wait until the launch has ended")
+WAITS = "With --wait, the exit code is that of the launch, and --json prints its status.\n"
 DRY_RUN = option(
     "--dry-run", action="store_true", help="print checks, commands and environment; start nothing"
 )
 ASSUME = option(
     "--assume-gpus", type=word, metavar="NxNAME",
-    help="check for these GPUs, e.g. 2xA100, not for the GPUs of this machine (launch: only with "
-    "--dry-run)",
+    help="check for these GPUs, e.g. 2xA100, instead of those of this machine",
 )  # fmt: skip
 
 
 def _run(metavar: str = "RUN", also: str = "") -> Option:
-    where = "directory, id (PLAN-TIME or PLAN-TIME/PHASE), unique beginning of an id, or latest"
+    where = "directory, id (PLAN-TIME, or PLAN-TIME/PHASE for one phase), unique beginning of "
+    where += "PLAN-TIME, or latest (the newest launch)"
     return option("run", type=word, metavar=metavar, help=also + where)
 
 
@@ -129,7 +135,8 @@ def _actions() -> str:
     """Returns help on the actions that are sent as requests; brackets mark optional arguments."""
     rows = []
     for action in action_table.TABLE:
-        given = (f"{a.name}=…" if a.required else f"[{a.name}=…]" for a in action.args)
+        words = ((a, f"{a.name}={'…' if a.metavar else 'true'}") for a in action.args)
+        given = (word if a.required else f"[{word}]" for a, word in words)
         if action.mailboxes:
             rows.append((f"  {' '.join((action.name, *given)):<25} ", action.help))
     return _listed("actions:", rows)
@@ -145,8 +152,7 @@ def _rules() -> str:
         text += f" for {rule.for_s:g} s" if rule.for_s else ""
         text += "" if rule.severe is None else f"; halts at {rule.bound(rule.severe)}"
         rows.append((f" {'*' if rule.name in HALTING else ' '}{rule.name:<19} ", text))
-    heading = "rules, each with the value and time that raise its alert:"
-    return _listed(heading, rows) + HALTS + LEGACY
+    return _listed(RULES, rows) + LEGACY
 
 
 QUERIES: tuple[Command, ...] = (
@@ -159,81 +165,87 @@ QUERIES: tuple[Command, ...] = (
             ("status latest", "status latest --json"), (
         _run(),
         option("--all", action="store_true", help="print all figures, not only the main ones"),
-    ), target="query.status"),
-    Command("watch", "Follow one run until it ends.",
+    ), target="query.status", exits_by_run=True),
+    Command("watch", "Follow a run or launch until it ends.",
             ("watch latest", "watch latest --plain", "watch cpu_smoke-20261121-060500 --json"), (
         _run(),
         option("--plain", action="store_true", help="print one sentence per change, no screen"),
         option("--until-waiting", action="store_true",
-               help="like --plain; also return when the plan waits for `do RUN proceed`"),
-    ), "Without --plain, --json and --until-waiting, the screen opens. --json prints\n"
+               help="like --plain; also return when the launch waits for `do RUN proceed`"),
+    ), "The screen opens, except with --plain, --json or --until-waiting. --json prints\n"
        "the status once, at the end.\n",
-       "screen.watch"),
+       "screen.watch", exits_by_run=True),
     Command("diagnose", "Print why a run makes no progress, with the evidence and the next step.",
             ("diagnose latest", "diagnose runs/by_hand --json"), (_run(),),
-       "If a live supervisor has detected a stall, its verdict is printed. If ranks of\n"
-       "another live run make no progress, the command collects the evidence itself, in\n"
-       "about 4 s. + marks evidence for the verdict, - evidence for another rank,\n"
-       "? evidence that is not available.\n"
-       "Exit code 0: no stall; 1: stalled, or unknown. For a run that has ended, the\n"
-       "exit code is that of `status`.\n"
-       + LEGACY, "diagnose.diagnose"),
-    Command("bundle", "Write an archive of a run for a bug report, without secrets of known forms.",
+       "If the supervisor has detected a stall, the command prints its verdict. If the\n"
+       "supervisor has not, and ranks of the live run make no progress, the command\n"
+       "collects the evidence itself, in 2 to 8 s.\n"
+       "  + evidence for the verdict\n"
+       "  - evidence that another rank is the cause\n"
+       "  ? evidence that is not available\n"
+       "Exit code of a live run: 0, no stall; 1, stalled or unknown. An ended run has\n"
+       "the exit code of `status`.\n"
+       + LEGACY, "diagnose.diagnose", exits_by_run=True),
+    Command("bundle", "Write an archive of a run for a bug report; recognised secrets are removed.",
             ("bundle latest", "bundle latest --output run.tar.gz"), (
         _run(),
         option("--output", type=path, metavar="FILE",
                help="new file with the ending .tar.gz (default: bundle-ID-TIME.tar.gz in the "
                "working directory)"),
-    ), "MANIFEST.json in the archive lists its files, and what was cut off or left out.\n" + LEGACY,
+    ), "Read the archive before you publish it: a secret in it may not be recognised.\n"
+       "Its MANIFEST.json lists the files, and what was cut off or left out.\n" + LEGACY,
        "diagnose.bundle"),
     Command("watchdog", "Evaluate the watch rules on a run until it ends.", (
         "watchdog latest", "watchdog runs/by_hand --halt --interval 30",
     ), (
         _run(),
         option("--halt", action="store_true",
-               help="let rules halt the run (see below): write .HALT and .anomaly_type"),
+               help="halt the run if a rule requires it (see below); .anomaly_type then has the "
+               "reason"),
         option("--interval", type=seconds, default=1.0, metavar="SECONDS",
                help="time between two polls, in seconds (default: %(default)s)"),
-    ), _rules, "watchdog.watchdog"),
+    ), _rules, "watchdog.watchdog", exits_by_run=True),
     Command("check", "Print go or no go for a plan, or for the records of a run.",
             ("check cpu_smoke", "check m7c_2xa100 --assume-gpus 2xA100", "check latest"),
             (_run("PLAN|RUN", "name or YAML file of a plan; or a run: "),
              ASSUME,
              option("--measure", action="store_true",
-                    help="also measure the devices, the first batch and the attention of a plan; "
-                         "this takes at most 5 minutes"),
+                    help="also measure the devices, load the first batch and test the attention "
+                         "of a plan; at most 5 minutes"),
              option("--end-leftovers", action="store_true",
-                    help="before the check, list the trainers without a supervisor; with --yes, "
-                         "end those whose supervisor is dead"),
+                    help="before the check, end the trainers whose supervisor is dead; without "
+                         "--yes, only list them"),
              option("--yes", action="store_true", help="confirm --end-leftovers"),
              option("--full", action="store_true",
                     help="read all records of the run instead of its snapshot; may take minutes")),
             "A plan is go if no check of its preflight failed. A run is go if it completed,\n"
-            "every gate passed or has an override, and its records confirm this.\n",
-            "query.check"),
+            "every gate passed or has an override, and its records confirm this. A live run\n"
+            "is not go yet: the exit code is at least 1.\n",
+            "query.check", exits_by_run=True),
     Command("compare", "Compare the variants of the sweeps in a launch.",
             ("compare latest", "compare latest --json"), (_run("LAUNCH"),),
-            "A sweep is a phase of the plan with variants and rounds, see docs/plans.md.\n"
-            "Exit code 0: all sweeps were compared; 1: at least one sweep was not.\n",
+            "A sweep is a phase of the plan with variants and rounds, see docs/plans.md.\n",
             "query.compare"),
     Command("report", "Print the report of a launch or run as Markdown.",
             ("report latest", "report latest --output report.md"), (
         _run(),
         option("--output", type=path, metavar="FILE",
-               help="write FILE (NAME.md), and its charts, if any: NAME-loss.svg, NAME-speed.svg"),
-    ), "When a plan ends, its supervisor writes report.md. The exit code does not depend\n"
-       "on the result of the run.\n"
-       + LEGACY, "query.report"),
+               help="write the report to FILE, e.g. a.md, and its charts, if any, to a-loss.svg "
+               "and a-speed.svg"),
+    ), "At the end of a launch, the supervisor writes report.md into its directory.\n" + LEGACY,
+       "query.report"),
     Command("logs", "Print the logs of a run, merged or of one rank.",
             ("logs latest", "logs latest --rank 0 -f", "logs latest --grep 'Error|warn'"), (
         _run(),
         option("--rank", type=log_name, metavar="R",
-               help="print one log only: that of rank R, sup (the supervisor) or torchrun"),
+               help="print only one log; R is the number of a rank, sup (the supervisor) or "
+               "torchrun"),
         option("--grep", type=regex, metavar="RE",
                help="print only the lines that match this regular expression"),
         option("-f", "--follow", action="store_true", help="print new lines until the run ends"),
     ), target="query.logs"),
-    Command("flags", "List all environment flags.", ("flags",), target="query.flags"),
+    Command("flags", "List all flags, the environment variables that configure a training.",
+            ("flags",), target="query.flags"),
     Command("plans", "List all plans.", ("plans", "plans --json"), target="query.plans"),
 )  # fmt: skip
 
@@ -253,7 +265,7 @@ LAUNCH = Command(
                help="trainer of --config (default: ddp)"),
         option("--phase", type=word, help="launch only this phase (default: all phases)"),
         option("--flag", action="append", default=[], metavar="NAME=VALUE",
-               help="environment flag of every phase, see `flags`; may be repeated"),
+               help="flag of every phase, see `flags`; may be repeated"),
         option("--set", action="append", default=[], metavar="KEY=VALUE",
                help="setting of every phase, e.g. train.steps=20; may be repeated"),
         option("--nproc", type=int, metavar="N",
@@ -265,14 +277,13 @@ LAUNCH = Command(
                help="directory of the launch (default: a new one below --root)"),
         option("--between", choices=("go", "ask"), default="",
                help="when a phase has passed: go starts the next phase, ask waits for `do RUN "
-               "proceed` (default: the key between of the plan)"),
+               "proceed` (default: the value of `between` in the plan)"),
         option("--digest", type=word, metavar="SHA256",
-               help="launch only the plan with this digest, which --dry-run --json prints"),
+               help="digest that the plan must have; --dry-run --json prints the digest of a "
+               "plan"),
         WAIT, ASSUME, DRY_RUN,
-    ), "Exactly one of PLAN and --config is needed.\n"
-       "With --wait, the exit code is the result of the launch, and --json prints its\n"
-       "status at the end. Otherwise, 0 means launched (--dry-run: no check failed).\n",
-    "control.launch",
+    ), "Exactly one of PLAN and --config is needed. --assume-gpus needs --dry-run.\n" + WAITS,
+    "control.launch", exits_by_run=True,
 )  # fmt: skip
 DRILL = Command(
     "drill", "Practise a fault: launch a small run with this fault, and score your reaction.",
@@ -286,39 +297,42 @@ DRILL = Command(
         option("--plain", action="store_true",
                help="print one sentence per change, no screen"),
         option("--wait", type=seconds, default=300.0, metavar="SECONDS",
-               help="with --plain or --json: longest wait for the verdict, and the same time again "
-               "for your reaction, in seconds (default: %(default)g; 400 s more for leak)"),
-    ), "React on the screen, or from another shell with stop RUN (RUN is the printed\n"
-       "path) or kill -CONT PID. Then leave the screen with q; the drill stops the run\n"
-       "and prints the score. Exit code 0: verdict and reaction were correct; 1: at\n"
-       "least one of them was not.\n",
+               help="with --plain or --json: longest wait for the verdict, and then for your "
+               "reaction, in seconds (default: %(default)g each; for the fault leak, each wait is "
+               "400 s longer)"),
+    ), "The faults stop and kill send SIGSTOP and SIGKILL to the rank.\n"
+       "React on the screen, or in another shell with `nsa-console stop RUN` (RUN is the\n"
+       "printed path); after the fault stop, `kill -CONT PID` is also correct. When you\n"
+       "leave the screen with q, the drill stops the run and prints the score. A drill\n"
+       "fails if the verdict or your reaction was not correct.\n",
     "drill.drill",
 )  # fmt: skip
 RESUME = Command(
-    "resume", "Launch the rest of an ended launch, with its options.",
+    "resume", "Start a new launch with the phases that an ended launch did not pass.",
     ("resume latest", "resume latest --dry-run"), (
         _run("LAUNCH"),
         option("--yes", action="store_true",
-               help="confirm a launch that another launch already continues"),
+               help="resume even if another launch already continues this one"),
         WAIT, DRY_RUN,
-    ), "The new launch begins with the first phase that did not pass. If this phase has\n"
-    "a verified checkpoint and a trainer of this project, it resumes from the newest.\n"
-    "Flags that an operator set apply if an answer confirms them.\n",
-    "control.resume",
+    ), "The new launch repeats the options of the ended launch, and the flags that an\n"
+    "operator set in it if its supervisor confirmed them. A trainer of this project\n"
+    "continues from the newest verified checkpoint of its phase. Without one, the\n"
+    "phase starts at its first step.\n" + WAITS,
+    "control.resume", exits_by_run=True,
 )  # fmt: skip
 ADOPT = Command(
     "adopt", ACTIONS["adopt"].help, ("adopt latest",), (
         _run(),
         option("--yes", action="store_true",
-               help="confirm that the command of the run may start again; needed after a reboot "
-               "of the host"),
+               help="adopt also after a reboot of the host; the new supervisor may then start the "
+               "training again"),
     ), "Live ranks continue under the new supervisor. If the ranks have already exited,\n"
-       "their records, pulses and logs decide the result of the run. The plan continues\n"
-       "if the phase passes its gates.\n",
+       "their records, pulses and logs decide the result of the run. If the phase passes\n"
+       "its gates, the launch continues.\n",
     "control.adopt",
 )  # fmt: skip
 DO = Command(
-    "do", "Send an action as a request.",
+    "do", "Send any action to the supervisor, for example checkpoint or proceed.",
     tuple(each for action in action_table.TABLE if not action.verb for each in action.examples), (
         _run(),
         option("action", type=word, metavar="ACTION", help="name of an action from the list below"),
@@ -326,11 +340,6 @@ DO = Command(
         TIMEOUT,
     ), _actions, "control.do",
 )  # fmt: skip
-
-
-def _lower(sentence: str) -> str:
-    """Returns a help sentence with a lower-case first letter and without a full stop."""
-    return sentence[0].lower() + sentence[1:].rstrip(".")
 
 
 def _verbs() -> Iterator[Command]:
@@ -344,10 +353,10 @@ def _verbs() -> Iterator[Command]:
         for action in actions:
             if choice := action.verb.partition(" ")[2]:
                 options.append(option(choice, dest="action", action="store_const",
-                                      const=action.name, help=_lower(action.help)))  # fmt: skip
+                                      const=action.name, help=clause(action.help)))  # fmt: skip
             for each in action.args:
-                kind = {"type": word, "metavar": each.metavar} if each.metavar else {
-                    "action": "store_true"}  # fmt: skip
+                kind = {"type": word, "metavar": each.metavar, "required": each.required}
+                kind = kind if each.metavar else {"action": "store_true"}
                 options.append(option(f"--{each.name}", help=each.help, **kind))
         examples = tuple(each for action in actions for each in action.examples)
         yield Command(verb, actions[0].help, examples, (*options, TIMEOUT), target="control.act")

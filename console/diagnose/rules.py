@@ -321,9 +321,8 @@ TABLE: tuple[Rule, ...] = (
     Rule("zero_gradient", "gradient norm of exactly zero", "consecutive records",
          3, 0, 0.0, _zero_gradient, _gradient_recorded, "crit", anomaly="zero_grad"),
     Rule("gate_collapse",
-         "attention gate uses one branch: mean entropy < 0.2 nats, mean share of the largest "
-         "branch > 0.9, or one branch has nearly all the weight for more than half of tokens and "
-         "heads",
+         "attention gate uses nearly only one branch (mean entropy < 0.2 nats, mean of the largest "
+         "share > 0.9, or entropy < 0.1 nats for over half of the tokens and heads)",
          "consecutive records", 3, 0, 60.0, _gate_collapse, _gate_recorded,
          anomaly="gate_collapse"),
     Rule("gate_never_learned", "entropy of the attention gate within 1 % of its maximum", "steps",
@@ -338,8 +337,8 @@ TABLE: tuple[Rule, ...] = (
     Rule("gpu_lost", "GPUs that fell off the bus", "GPUs", 1, 0, 0.0, _gpu_lost, level="crit",
          again_s=10.0),
     Rule("gpu_silent", "GPUs for which NVML returns no values", "GPUs", 1, 0, 10.0, _gpu_silent),
-    Rule("xid", "critical driver errors of the GPUs that had an error in the last 10 min", "errors",
-         1, 0, 0.0, _xid, level="crit", again_s=10.0),
+    Rule("xid", "critical driver errors (Xids) of GPUs whose newest Xid is at most 10 min old",
+         "errors", 1, 0, 0.0, _xid, level="crit", again_s=10.0),
     Rule("ecc", "uncorrected memory errors of the GPUs in this attempt", "errors",
          1, 0, 0.0, _ecc, level="crit", again_s=10.0),
     Rule("throttle", "GPUs throttled by heat or power", "GPUs", 1, 0, 60.0, _throttle),

@@ -238,7 +238,7 @@ def _below_communication(now: Readings, history: History, _watch: Watch) -> Meas
     size_gb = count * (own if history.value("ddp.compress") in (None, "none") else 2) / 1e9
     least_s = size_gb / rate
     text = (
-        f"a step takes {step_s:.3g} s and the reduction of {size_gb:.3g} GB of gradients at least "
+        f"a step takes {step_s:.3g} s and the all-reduce of {size_gb:.3g} GB of gradients at least "
         f"{least_s:.3g} s, at the {rate:.3g} GB/s of the preflight: a figure is wrong; check "
         "that all ranks reduce their gradients, or measure again (check PLAN --measure)"
     )
@@ -260,10 +260,11 @@ def _late(_now: Readings, history: History, _watch: Watch) -> Measured | None:
 
 
 ROWS: tuple[Rule, ...] = (
-    Rule("imbalance", "fetch, or fetch and forward, of the slowest rank ÷ median of the others",
-         "ratio", 1.3, SURELY, 300.0, _imbalance),
-    Rule("random_loss", "ln(vocabulary) minus the loss on uniform random bytes", "nats",
-         0.02, 0.01, 0.0, _random_loss),
+    Rule("imbalance",
+         "time in fetch and forward (with FSDP, or in a foreign program on GPUs: in fetch) of the "
+         "slowest rank ÷ median of the others", "ratio", 1.3, SURELY, 300.0, _imbalance),
+    Rule("random_loss", "how far the loss on random bytes is below ln(vocabulary), its minimum",
+         "nats", 0.02, 0.01, 0.0, _random_loss),
     Rule("first_loss", "difference of the loss of step 1 from ln(vocabulary)", "nats",
          1.0, 0.99, 0.0, _first_loss),
     Rule("rank_zero_gradient", "gradient norm of exactly zero on some ranks, not on all",
@@ -274,18 +275,18 @@ ROWS: tuple[Rule, ...] = (
          3, 0, 0.0, _same_batch),
     Rule("constant_figure", "loss or gradient norm with exactly the same value",
          "consecutive records", 20, 1, 0.0, _constant_figure),
-    Rule("skipped_steps", "share of skipped steps among the last 200 or more steps", "share",
+    Rule("skipped_steps", "share of skipped steps, over at least the last 200 steps", "share",
          0.1, 0.05, 0.0, _skipped_steps),
-    Rule("backend", "attention branches in which a setting has no effect or a kernel is missing",
+    Rule("backend", "attention routes with a setting that has no effect, or with a missing kernel",
          "routes", 1, 0, 0.0, _backend),
-    Rule("model_size", "parameters ÷ the number in the config's name, or the inverse if larger",
+    Rule("model_size", "parameters ÷ size in the config's name (e.g. 125m), or the inverse",
          "ratio", 2.0, 1.9, 0.0, _model_size),
     Rule("host_bound", "share of a step in which the GPUs are busy", "share",
          0.3, 0.4, 60.0, _host_bound),
-    Rule("no_power", "share of the power limit that GPUs with utilisation ≥ 90 % draw", "share",
+    Rule("no_power", "power ÷ power limit of GPUs with utilisation ≥ 90 %", "share",
          0.25, 0.3, 60.0, _no_power),
-    Rule("below_communication", "step time ÷ least time to reduce the gradients", "ratio",
-         0.7, 0.8, 60.0, _below_communication),
+    Rule("below_communication", "step time ÷ shortest possible time to all-reduce the gradients",
+         "ratio", 0.7, 0.8, 60.0, _below_communication),
     Rule("late", "time of all steps at the present pace ÷ the hours that the plan expects",
          "ratio", 1.5, 1.4, 60.0, _late),
 )  # fmt: skip

@@ -128,14 +128,14 @@ class Launch:
         self._services.alive.beat(name, state)
 
     def end(self, action: str, by: str) -> str:
-        """Ends the plan, and the running phase if there is one; returns the answer."""
+        """Ends the launch, and the running phase if there is one; returns the answer."""
         if self.state != "ended":
             self._ended_by = self._ended_by or f"{action} requested by {by}"
             if self.run is not None:
                 self._publish()  # first, because an adoption reads `ended_by` of plan_state.json
                 return self.run.end(action, by)
             self._end(f"{self._ended_by} before the next phase")
-        return "the plan has ended; no phase was running"
+        return "the launch has ended; no phase was running"
 
     # --- phases --------------------------------------------------------------------------------
 
@@ -192,7 +192,7 @@ class Launch:
             self._own_observers.call("report", self._report.start, None)
 
     def _continue_phase(self, former: Mapping[str, Any], warnings: Sequence[str]) -> None:
-        """Waits for confirmation again, continues or starts the phase, or ends the plan."""
+        """Waits for confirmation again, continues or starts the phase, or ends the launch."""
         link, run = self._services.link, self._path / self._phases[self._index]["dir"]
         found, end = None, link.state.former_end
         if former.get("state") == "waiting" and self._index + 1 < len(self._phases):
@@ -242,7 +242,7 @@ class Launch:
             self._start(self._index + 1)
 
     def _why_no_next(self, run: Run, result: str) -> str:
-        """Returns why the plan ends after this run, or "" if the next phase may start."""
+        """Returns why the launch ends after this run, or "" if the next phase may start."""
         if run.state != "completed":
             return with_word(run.state, run.why)
         if result != "pass":
@@ -255,7 +255,7 @@ class Launch:
             if entry["state"] == "next":
                 entry["state"] = "later"
         is_expected = why == DONE or self._ended_by in self._requested
-        self._event("state", f"the plan has ended: {why}", "info" if is_expected else "crit")
+        self._event("state", f"the launch has ended: {why}", "info" if is_expected else "crit")
         self._publish()
         self._own_observers.call("report", self._report.start, None)
 
@@ -278,7 +278,7 @@ class Launch:
 
     def _execute(self, request: Request) -> Outcome | None:
         if self.state == "ended":
-            return False, f"the plan has ended: {self._why}", []
+            return False, f"the launch has ended: {self._why}", []
         if request.action == "proceed":  # an error ends this process, and the next one continues
             return self._do_proceed(request)
         failure = False, f"the request failed with an error, see {rundir.SUPERVISOR_LOG}", []

@@ -271,7 +271,7 @@ def _poll(source: OfflineRun) -> Diagnosis | Readings:
     now, state = source.poll(), source.state
     run = source.of[0] if source.of else None
     if state.launch and state.launch.state == "waiting" and is_supervised(state):
-        return Diagnosis("no stall", state, f"the plan waits: {state.launch.why}", run=run)
+        return Diagnosis("no stall", state, f"the launch waits: {state.launch.why}", run=run)
     if source.over or state.state in liveness.ENDED:  # the launch of an ended run may continue
         over = source.over or _end_words(state)
         last = (verdicts.newest(run) if run else None) or state.verdict

@@ -68,7 +68,7 @@ class Policy:
             self._end(action, by)
 
     def halt(self, run: Run, by: str, then: Callable[[Outcome], object]) -> None:
-        """Writes `.HALT` for the ranks; if that works, ends the plan. `then` gets the outcome."""
+        """Writes `.HALT` for the ranks; if that works, ends the launch. `then` gets the outcome."""
 
         def report(why_not: str) -> None:
             if why_not:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from console import action_table
-from console.action_table import Action
+from console.action_table import Action, clause
 from console.model import RunState
 from console.tui import confirmations
 from console.tui.confirmations import Question
@@ -68,9 +68,10 @@ NAMES = {
 def _of_actions(key: str) -> Key:
     """Returns the row of a key that asks about one action, or about a choice of several actions."""
     actions = tuple(action for action in action_table.TABLE if action.key == key)
-    first = actions[0]
+    first, *others = actions
     return Key(
-        first.name, (key,), " ".join(action.help for action in actions).rstrip("."),
+        first.name, (key,),
+        ". Or ".join((first.help.rstrip("."), *(clause(each.help) for each in others))),
         first.name if first.weight else "", first.weight,
         button=first.name.capitalize() if first.button else "", actions=actions,
     )  # fmt: skip

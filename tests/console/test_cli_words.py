@@ -107,7 +107,8 @@ def test_any_words_get_one_sentence_and_a_documented_exit_code(name, over, capsy
         ("status /usr", 3, "--root /usr runs lists the runs in it"),
         ("do {run} fly", 2, "no action 'fly'"),
         ("stop {run} --kill", 2, "--yes"),
-        ("override {run}", 2, "override needs --phase NAME (with `do`: phase=NAME): name of the"),
+        ("override {run}", 2, "arguments are required: --phase, --gate, --reason; see"),
+        ("do {run} override", 2, "override needs phase=PHASE: name of the phase"),
         ("do {run} note", 2, "note needs text=TEXT: the sentence"),
         ("logs {run} --grep [", 2, "regular expression"),
         ("", 2, "needs a terminal; use a subcommand"),
@@ -141,7 +142,8 @@ def test_help_is_a_reference_of_80_columns_whose_examples_are_commands(capsys, m
         text = capsys.readouterr().out
         lines = text.splitlines()
         assert max(map(len, lines)) <= 80, max(lines, key=len)
-        for code, means in cli.EXITS.items():
+        by_run = not words or commands()[words[0]].get_default("command").exits_by_run
+        for code, means in (*cli.EXITS.items(), *(cli.RUN_EXITS.items() if by_run else ())):
             assert f"  {code:<3} {means}" in lines
         examples = [line.strip() for line in lines if line.startswith("  nsa-console ")]
         for example in examples:

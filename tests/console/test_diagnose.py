@@ -143,7 +143,7 @@ def test_a_plan_that_waits_for_its_operator_says_so(tmp_path):
     directory.change(launch / rundir.PLAN_STATE, state="waiting", why=why)
     with directory.owned(launch):
         code, found = diagnosed(launch)
-    assert (code, found["why"], found["ranks"]) == (0, f"the plan waits: {why}", [])
+    assert (code, found["why"], found["ranks"]) == (0, f"the launch waits: {why}", [])
     assert "known" not in cli(tmp_path / "none", "diagnose", "nope").stderr
 
 

@@ -162,7 +162,7 @@ TRUE = {
     ),
     "below_communication": (
         Told(settings={"measured.allreduce_gb_s": 0.2, "measured.allreduce_ranks": 2}),
-        "a step takes 1 s and the reduction of 0.328 GB of gradients at least 1.64 s, at the 0.2 "
+        "a step takes 1 s and the all-reduce of 0.328 GB of gradients at least 1.64 s, at the 0.2 "
         "GB/s of the preflight: ",
     ),
     "late": (

@@ -311,4 +311,4 @@ def test_the_hook_is_told_when_a_plan_waits_and_when_it_ends_without_a_request(
         (name, state, "state", "crit") for state in ["waiting", "ended"][: 1 + (action != "halt")]
     ]
     assert found[0]["text"].startswith("one is done; to start two: ")
-    assert action == "halt" or found[1]["text"].startswith("the plan has ended: two: ")
+    assert action == "halt" or found[1]["text"].startswith("the launch has ended: two: ")

@@ -80,7 +80,7 @@ def test_a_requested_end_is_known_as_requested_to_a_new_process(begin, tmp_path,
 
 
 def level_of_the_end(started):
-    text = f"the plan has ended: {started.wait_end()['why']}"
+    text = f"the launch has ended: {started.wait_end()['why']}"
     return started.wait(lambda: [e["level"] for e in started.events() if e["text"] == text])[0]
 
 
