@@ -96,12 +96,8 @@ def _end(launch: LaunchState) -> Question:
     """Returns the confirmation to end a launch that waits between two phases."""
     rest = ", ".join(phase.name for phase in launch.rest) or "none"
     facts = (("launch", launch.id), ("keeps", "completed phases"), ("not started", rest))
-    title = (
-        f"Halt this launch before phase {launch.rest[0].name}?"
-        if launch.rest
-        else "Halt this launch?"
-    )
-    return Question(title, facts, launch.path, (_choice(ACTIONS["halt"]),))
+    before = f" before phase {launch.rest[0].name}" if launch.rest else ""
+    return Question(f"Halt this launch{before}?", facts, launch.path, (_choice(ACTIONS["halt"]),))
 
 
 def _resume(state: RunState, launch: LaunchState) -> Question:

@@ -137,7 +137,7 @@ class LogView(Scrolls, View):
     def do_find(self) -> None:
         from console.tui.widgets.confirm import Editor
 
-        hint = "then n: next line with this text; N: previous line; an empty field ends the search"
+        hint = "n: next line with this text; N: previous; an empty field ends the search"
         self.console.open_overlay(Editor("find in the log", self.needle, hint, str, self.find))
 
     def find(self, needle: str) -> None:
