@@ -63,15 +63,11 @@ def question(state: RunState | None, *actions: Action) -> Question:
     if first.mailboxes and moved is not None:
         raise CannotAsk(moved.text)
     facts = FACTS.get(first.name, lambda _: {})(state)
-    of_run = bool(first.mailboxes) or launch is None
-    target = state if of_run else launch
+    target = state if first.mailboxes or launch is None else launch
+    kind = "run" if target is state else "launch"
     live = [str(rank.pid) for rank in state.ranks if rank.pid and not rank.exit]
     pids = ", ".join(live[:8]) + (", …" if len(live) > 8 else "")
-    shown = {
-        "run" if of_run else "launch": target.id,
-        "host": state.host or "unknown",
-        "pids": pids or "none known",
-    }
+    shown = {kind: target.id, "host": state.host or "unknown", "pids": pids or "none known"}
     return Question(
         first.title, tuple((shown | dict((first.cost,)) | facts).items()), target.path,
         tuple(_choice(action) for action in actions),
