@@ -12,8 +12,8 @@ TEXT = f"""\
 
 This page is generated from the tables in `console/action_table.py` and `console/tui/keys.py`. The
 keys `{" ".join(KEYS)}` are for actions. The screen asks for confirmation before an action; the
-default answer is No. The row of a key with several actions has one sentence per action; the
-brackets say what the first of these actions keeps or loses.
+default answer is No. The row of a key with several actions has one sentence per action. The
+brackets say what each action keeps or loses.
 """
 WORDS = "The words and abbreviations of the screen are in [words.md]"
 WORDS += "(words.md#abbreviations-on-the-screen)."
@@ -25,8 +25,7 @@ def as_markdown() -> str:
     for key in TABLE:
         names = " ".join(f"`{NAMES.get(name, name)}`" for name in key.keys)
         where = "everywhere" if key.views == VIEWS else ", ".join(key.views)
-        asks = f" (asks; {key.asks})" if key.asks else ""
-        lines.append(f"| {names} | {key.help}{asks} | {where} |")
+        lines.append(f"| {names} | {key.full_help} | {where} |")
     return "\n".join((*lines, "", WORDS)) + "\n"
 
 

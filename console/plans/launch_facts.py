@@ -73,7 +73,7 @@ def _time(root: Path, phases: Sequence[Mapping[str, Any]]) -> str:
     """Returns the expected time of a launch as text: the sum of the times of earlier runs.
 
     The time of a phase is that of the run that `_took_s` finds. If a phase has no such run in the
-    newest `EARLIER` launches of the plan, there is no estimate.
+    newest `EARLIER` launches of the plan, the time is not known.
     """
     of_plan = (x for x in launches.launches(root) if x.parent.name == phases[0]["plan"])
     earlier = [
@@ -86,7 +86,7 @@ def _time(root: Path, phases: Sequence[Mapping[str, Any]]) -> str:
         took_s = _took_s(earlier, phase)
         if took_s is None:
             name = phase["phase"]
-            return f"no estimate: no completed run of {name} with these settings on this host"
+            return f"not known: {name} has not completed with these settings on this host"
         total_s += took_s
     return f"about {age(total_s)}, as in the newest runs"
 

@@ -64,9 +64,10 @@ def question(state: RunState | None, *actions: Action) -> Question:
         raise CannotAsk(moved.text)
     facts = FACTS.get(first.name, lambda _: {})(state)
     target = state if first.mailboxes or launch is None else launch
+    kind = "run" if target is state else "launch"
     live = [str(rank.pid) for rank in state.ranks if rank.pid and not rank.exit]
     pids = ", ".join(live[:8]) + (", …" if len(live) > 8 else "")
-    shown = {"run": target.id, "host": state.host or "unknown", "pids": pids or "none known"}
+    shown = {kind: target.id, "host": state.host or "unknown", "pids": pids or "none known"}
     return Question(
         first.title, tuple((shown | dict((first.cost,)) | facts).items()), target.path,
         tuple(_choice(action) for action in actions),
@@ -91,16 +92,17 @@ def _end(launch: LaunchState) -> Question:
     """Returns the confirmation to end a launch that waits between two phases."""
     rest = ", ".join(phase.name for phase in launch.rest) or "none"
     facts = (("launch", launch.id), ("keeps", "completed phases"), ("not started", rest))
-    return Question("Halt this launch here?", facts, launch.path, (_choice(ACTIONS["halt"]),))
+    before = f" before phase {launch.rest[0].name}" if launch.rest else ""
+    return Question(f"Halt this launch{before}?", facts, launch.path, (_choice(ACTIONS["halt"]),))
 
 
 def _resume(state: RunState, launch: LaunchState) -> Question:
     """Returns the confirmation to launch the rest of a launch that has ended."""
     action, phase = ACTIONS["resume"], state.own_phase or launch.phases[launch.phase]
     later = launch.phases[phase.index + 1 :]
-    begins = f"{phase.numbered} from the checkpoint of step {state.saved_step:,}"
+    begins = f"{phase.name} from the checkpoint of step {state.saved_step:,}"
     if launch.has_passed:
-        begins, later = f"{launch.rest[0].numbered}, because {phase.name} passed", launch.rest[1:]
+        begins, later = f"{launch.rest[0].name}, because {phase.name} passed", launch.rest[1:]
     rest = ", ".join(each.name for each in later) or "none"
     facts = (("launch", launch.id), ("begins", begins), ("then", f"next phases: {rest}"),
              action.cost)  # fmt: skip
@@ -112,12 +114,10 @@ def _resume(state: RunState, launch: LaunchState) -> Question:
 
 def _of_halt(state: RunState) -> dict[str, str]:
     """Returns facts about a halt, for example the step, and the phases that are not started."""
-    facts = {}
-    if not state.decided:  # this may be a foreign program
-        facts["keeps"] = "only what the program saves itself"
-        facts["keeps"] += " (a trainer of this project saves a checkpoint)"
+    saves = "all work (every rank stops at the same step and saves a checkpoint)"
+    facts = {"keeps": saves if state.decided else "only what the program saves itself"}
     if state.step is not None:
-        facts["step"] = f"{state.step:,}"
+        facts["now at"] = f"step {state.step:,}"
     elif not state.decided:
         facts["else"] = "K stops a program that does not call join, because it ignores a halt"
     if state.state == "stalled":
@@ -125,17 +125,17 @@ def _of_halt(state: RunState) -> dict[str, str]:
         if verdict and verdict.rank is not None:
             stalled = f"rank {verdict.rank} is stalled in {verdict.phase}"
         facts["stalled"] = (
-            f"no halt until every rank completes its step; {stalled}; K stops the run"
+            f"{stalled}, and no rank halts before every rank completes its step; K stops the run"
         )
     if state.launch and state.launch.rest:
         rest = ", ".join(phase.name for phase in state.launch.rest)
-        facts["after"] = f"the plan ends; not started: {rest}"
+        facts["then"] = f"the launch ends; not started: {rest}"
     return facts
 
 
 def _of_checkpoint(state: RunState) -> dict[str, str]:
-    keeps = "all work; only a trainer of this project saves a checkpoint on request"
-    return ({} if state.decided else {"keeps": keeps}) | _last_checkpoint(state)
+    note = "a foreign program may save no checkpoint on request"
+    return ({} if state.decided else {"keeps": "all work", "note": note}) | _last_checkpoint(state)
 
 
 def _last_checkpoint(state: RunState) -> dict[str, str]:
@@ -150,7 +150,8 @@ def _of_stop(state: RunState) -> dict[str, str]:
         lost = "all steps that the program has not saved itself"
     elif lost and state.decided and state.state != "stalled":
         lost = f"Kill: {lost}; Stop: none, if all ranks save within the grace time"
-    return ({"loses": lost} if lost else {}) | _last_checkpoint(state)
+    ways = {"Stop": "TERM; after the grace time, KILL", "Kill": "KILL at once"}
+    return ways | ({"loses": lost} if lost else {}) | _last_checkpoint(state)
 
 
 def _of_adopt(state: RunState) -> dict[str, str]:
@@ -159,11 +160,21 @@ def _of_adopt(state: RunState) -> dict[str, str]:
     if launch is None:
         raise CannotAsk(f"{state.id} belongs to no launch, so no supervisor can adopt it")
     if launch.state == "ended" and state.state not in LIVE_STATES:
-        why = "R needs a checkpoint, or a phase that passed with another phase left"
-        raise CannotAsk(f"{state.id} has ended ({state.state}); {why}; L launches a plan")
+        raise CannotAsk(f"{state.id} has ended ({state.state}); {_no_resume(launch)}")
     if "unsupervised" not in (launch.state, state.state):
-        raise CannotAsk(f"{state.id} is {state.state}; adopt needs a run without a supervisor")
+        why = "R starts a new supervisor only for an unsupervised launch"
+        raise CannotAsk(f"{launch.id} is {launch.state}; {why}")
     return {"then": f"next phases: {', '.join(phase.name for phase in launch.rest) or 'none'}"}
+
+
+def _no_resume(launch: LaunchState) -> str:
+    """Returns why R cannot resume a launch that has ended, and what else is possible."""
+    if any(each.result == "pass" for each in launch.phases[launch.phase :]):
+        return "R has nothing to resume; L launches a plan"
+    name = launch.current or "the run"
+    why = f"R cannot resume it: {name} has no usable checkpoint and did not pass"
+    again = f"the command resume starts {name} again, L the whole plan"
+    return f"{why}; {again if launch.phase else 'L launches a plan'}"
 
 
 FACTS = {"halt": _of_halt, "checkpoint": _of_checkpoint, "stop": _of_stop, "adopt": _of_adopt}
@@ -188,13 +199,13 @@ def proceed(state: RunState) -> Question:
     launch, action = state.launch, ACTIONS["proceed"]
     if launch is not None and launch.state == "running":
         name = launch.current or "a phase"
-        raise CannotAsk(f"{name} is still running; H halts it, then L launches again")
+        raise CannotAsk(f"{name} is still running; L starts nothing until it has ended; H halts it")
     if launch is None or launch.state != "waiting":
         raise CannotAsk(f"{state.id} is {state.state}; no launch waits for confirmation")
     following = launch.rest[0] if launch.rest else None
     title = f"Start phase {following.name}?" if following else "Start the next phase?"
     changed = ", ".join(f"{flag.name}={flag.value}" for flag in launch.next_flags) or "none changed"
     facts = (("launch", launch.id), ("flags", changed),
-             ("proves", following.proves if following else ""), action.cost)  # fmt: skip
-    choice = _choice(action, phase=following.name) if following else _choice(action)
-    return Question(title, facts, launch.path, (choice,))
+             ("will prove", following.proves if following else ""), action.cost)  # fmt: skip
+    args = {"phase": following.name} if following else {}
+    return Question(title, facts, launch.path, (Choice("Start", action.name, args),))

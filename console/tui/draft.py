@@ -31,7 +31,7 @@ def next_phase_values(launch: LaunchState) -> Mapping[str, str]:
 
 
 DEFAULT_PLAN = "cpu_smoke"
-BETWEEN = {"ask": "L starts each next phase", "go": "starts the next phase if all gates passed"}
+BETWEEN = {"ask": "waits for L after each phase", "go": "continues after each passed phase"}
 """What a launch does between two phases."""
 
 

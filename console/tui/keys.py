@@ -44,12 +44,12 @@ class Key:
         return NAMES.get(self.keys[0], self.keys[0])
 
     @property
-    def asks(self) -> str:
-        """The cost of the key's first action in short, or "" for a key without actions."""
-        if not self.actions:
-            return ""
-        word, text = self.actions[0].cost
-        return f"{word} {text.partition(' (')[0]}"
+    def full_help(self) -> str:
+        """The help; for a key with actions, also what each of its actions keeps or loses."""
+        costs = [" ".join(action.cost).partition(" (")[0] for action in self.actions]
+        helps = (action.help.rstrip(".") for action in self.actions)
+        told = ". ".join(f"{text} ({cost})" for text, cost in zip(helps, costs, strict=True))
+        return told or self.help
 
     @property
     def question(self) -> Callable[[RunState | None], Question] | None:
@@ -119,7 +119,7 @@ TABLE: tuple[Key, ...] = (
     Key("panel", ("tab",), "To the next panel or button"),
     Key("panel_back", ("shift+tab",), "To the previous panel or button"),
     Key("back", ("escape",), "Close the overlay, clear the message"),
-    Key("palette", (":", "ctrl+p"), "Find a key by its description and press it", "cmd", 3),
+    Key("palette", (":", "ctrl+p"), "Find a key by its description and press it", "keys", 3),
     Key("help", ("?",), "Help: the keys of this view", "help", 7),
     Key("leave", ("q", "ctrl+c"), "Leave; the run continues", "leave", 9),
 )  # fmt: skip

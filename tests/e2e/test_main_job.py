@@ -43,7 +43,7 @@ def root(tmp_path_factory):
 def launch(root):
     """A launch from the screen: the first phase is done, a flag is set, the second phase runs."""
     with console(root) as terminal:
-        terminal.play("…main_job", "…sanity", "…ready: ", "L", "…Launch main_job?", "y")
+        terminal.play("…main_job", "…sanity", "…checks passed", "L", "…Launch main_job?", "y")
         terminal.wait(lambda text: "tok/s" in text and "loss" in text and "5." in text)
         path = wait_for(lambda: next(iter(launches.launches(root)), None))
         terminal.wait("plumbing")

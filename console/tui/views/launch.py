@@ -130,7 +130,7 @@ class Launch(Scrolls, View):
             return []
         lines = wrap("; ".join(map(" ".join, prepared.training)), width, height - 1)
         return [
-            rule("training", width, detail="new launch, first phase"),
+            rule("training of a new launch, first phase", width),
             *(((x, ""),) for x in lines),
         ]
 
@@ -139,7 +139,7 @@ class Launch(Scrolls, View):
         if shown := self._shown(snapshot):
             state, own = shown[0], shown[0].own_phase
             ended = "" if state.state in LIVE_STATES else ", which ended"
-            title = f"command of phase {own.numbered if own else DASH}{ended}"
+            title = f"command of phase {own.name if own else DASH}{ended}"
             return title, shell_line(state.argv, state.environment)
         prepared = self.draft.prepared
         return "command of a new launch, first phase", prepared.shell(0) if prepared else ""
@@ -198,7 +198,7 @@ class Launch(Scrolls, View):
         held = self._chosen()
         if shown := self._shown(snapshot):
             (state, launch), own = shown, shown[0].own_phase
-            when = launch.rest[0].numbered if launch.rest else ""
+            when = launch.rest[0].name if launch.rest else ""
             changed = {flag.name: flag.value for flag in launch.next_flags}
             now = {**state.decided, **state.environment}
             self._items = flag_list.items(now, snapshot.coming or None, changed)
@@ -210,7 +210,8 @@ class Launch(Scrolls, View):
             if launch.under_way:
                 heading += f" → {when}{later}" if when else ", no phase left"
             if snapshot.coming_trouble:
-                heading += f": not available: {snapshot.coming_trouble}"
+                trouble = snapshot.coming_trouble.replace(launch.path, "the launch")
+                heading += f": not available ({trouble})"
         else:
             draft, when, heading = self.draft, "launch", "flags of a new launch"
             choice = {flag_list.BETWEEN.name: draft.between} if draft.between == "go" else {}

@@ -103,10 +103,10 @@ class LogView(Scrolls, View):
         self.seen = max(1, end - start)
         names = "  ".join(f"[{n}]" if n == self.source else n for n in self._sources)
         place = f"{start + 1}–{end} of {len(self._lines)}  G: to the end"
-        note = "follows" if self.bottom is None else place
+        note = "following new lines" if self.bottom is None else place
         found = f"find {self.needle!r}  " if self.needle else ""
         head = rule(f"log  {names}", width, found + note, focused=self.pane.has_focus)
-        return [head, *(body or [(("no line yet", "dim"),)])]
+        return [head, *(body or [(("no log lines yet", "dim"),)])]
 
     def _body(self, end: int, width: int, height: int) -> tuple[int, list[Row]]:
         """Returns two values: the index of the first displayed line, and the rows before `end`."""
@@ -137,7 +137,7 @@ class LogView(Scrolls, View):
     def do_find(self) -> None:
         from console.tui.widgets.confirm import Editor
 
-        hint = "text to find; n, N: next and previous line; no text ends the search"
+        hint = "n: next line with this text; N: previous; an empty field ends the search"
         self.console.open_overlay(Editor("find in the log", self.needle, hint, str, self.find))
 
     def find(self, needle: str) -> None:

@@ -68,36 +68,37 @@ def verdict_rows(
     said, style = {
         "running": ("no stall detected", "ok"),
         "stalled": ("stalled; diagnosis in progress", "dim"),
-    }.get(state.state, (f"no verdict: the run is {state.state}", "dim"))
+    }.get(state.state, (f"no stall was diagnosed; state of the run: {state.state}", "dim"))
     if state.state == "unsupervised":
-        adopt = "R starts a supervisor; " if state.launch else ""
-        said = f"unsupervised: {adopt}{command('watchdog', state.path)} checks the run now"
+        adopt = "R starts a new supervisor; " if state.launch else ""
+        said = f"unsupervised; {adopt}without one, watch the run with "
+        said += command("watchdog", state.path)
         style = "warn"
     if past is not None:
-        return _past_rows(past, said.removeprefix("no verdict: "), width, height, now)
+        return _past_rows(past, said.removeprefix("no stall was diagnosed; "), width, height, now)
     return labelled((VERDICT, "title"), wrap(said, room, height), style)
 
 
 def _place(verdict: Verdict) -> str:
     step = f", step {verdict.step:,}" if verdict.step is not None else ""
     where = f"rank {verdict.rank}, {verdict.phase}{step}" if verdict.rank is not None else ""
-    return f"{where}{'; ' if where else ''}{verdict.cause}  confidence: {verdict.sure}"
+    return f"{where}{'; ' if where else ''}cause: {verdict.cause}; confidence: {verdict.sure}"
 
 
 COLUMNS = (
-    ("rank", 4), ("step", -7), ("phase", 9), ("for", -4), ("process", 9), ("use", -4),
-    ("power", -5), ("coll.", -6),
+    ("rank", 4), ("step", -7), ("phase", 9), ("for", -4), ("process", 9), ("util", -4),
+    ("cpu", -4), ("power", -5), ("coll.", -8),
 )  # fmt: skip
 """Heading and width of each column before the frame; a negative width aligns right."""
 MARK_WIDTH = 2
-PLACE = "frame, age"
+PLACE = "top frame, age"
 """The heading of the last column: the frame that `top_frame` returns, and the age of the dump."""
 
 
 def _layout(state: RunState) -> list[tuple[str, int]]:
-    """Returns the columns left of the frame; without GPUs there is no column for the power."""
-    has_gpus = any(rank.gpu for rank in state.ranks)
-    return [(name, width) for name, width in COLUMNS if has_gpus or name != "power"]
+    """Returns the columns left of the frame: use and power of the GPUs, or the CPU use."""
+    away = ("cpu",) if any(rank.gpu for rank in state.ranks) else ("util", "power")
+    return [(name, width) for name, width in COLUMNS if name not in away]
 
 
 def heading(state: RunState) -> str:
@@ -132,8 +133,8 @@ def _rank_cells(rank: Rank, style: str) -> Cells:
     process = (rank.exit and wrong(rank)) or STATE_WORDS.get(rank.state, rank.state or fmt.DASH)
     return place_cells(rank, style, style) | {
         "rank": (str(rank.rank), style or "strong"), "process": (process, style),
-        "use": (use, ""), "power": (power, ""),
-        "coll.": (fmt.short(pulse.collectives or None if pulse else None), ""),
+        "util": (use, ""), "cpu": (use, ""), "power": (power, ""),
+        "coll.": (str((pulse and pulse.collectives) or fmt.DASH), ""),
     }  # fmt: skip
 
 

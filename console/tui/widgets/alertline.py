@@ -77,7 +77,7 @@ def notices(
     return found
 
 
-KEY_WORDS = {"3": "diagnose", "4": "shows logs", "L": "next phase", "E": "flags", "D": "dump",
+KEY_WORDS = {"3": "diagnose", "4": "logs", "L": "start", "E": "flags", "D": "dump",
              "H": "halt", "K": "stop", "R": "new supervisor"}  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def _of_state(state: RunState, is_stall_told: bool) -> list[Notice]:
     text = with_word(state.state, state.why or "no reason recorded")
     resume = "R resume" if state.can_resume else ""
     if state.state in BAD_STATES:
-        return [Notice("crit", text, f"{resume}  4 shows logs".strip())]
+        return [Notice("crit", text, f"{resume}  4 logs".strip())]
     if state.state == "restarting":
         return [Notice("warn", text, "H halt")]
     early = state.state == "completed" and (state.step or 0) < (state.steps_planned or 0)
@@ -114,8 +114,8 @@ def _of_launch(state: RunState, launch: LaunchState | None) -> list[Notice]:
         return []
     rest = ", ".join(phase.name for phase in launch.rest)
     if launch.state == "waiting":
-        name = launch.rest[0].numbered if rest else "the next phase"
-        text = f"waiting for confirmation before phase {name}"
+        name = f"phase {launch.rest[0].name}" if rest else "the next phase"
+        text = f"waiting for confirmation before {name}"
         return [Notice("warn", text, "L start  E flags  H halt")]
     if not rest:
         return []
@@ -123,13 +123,13 @@ def _of_launch(state: RunState, launch: LaunchState | None) -> list[Notice]:
     why = f"{last.name} {last.state}"
     if last.state == "completed":
         why = missed or launch.why or why
-    hint = "2 shows gates" if missed else "R resume" if state.can_resume else ""
-    return [Notice("warn" if missed else "info", f"plan ended: {why}; not started: {rest}", hint)]
+    hint = "2 gates" if missed else "R resume" if state.can_resume else ""
+    return [Notice("warn" if missed else "info", f"launch ended: {why}; not started: {rest}", hint)]
 
 
 def _of_gates(gates: tuple[Gate, ...]) -> list[Notice]:
     if missed := not_passed(gates):
-        return [Notice("warn", missed, "2 shows gates")]
+        return [Notice("warn", missed, "2 gates")]
     overridden = sum(gate.result != "pass" for gate in gates)
     text = f"gates of this phase: {len(gates) - overridden} passed, {overridden} overridden"
     return [Notice("info", text)] if gates else []
@@ -146,7 +146,7 @@ def alert_rows(found: list[Notice], width: int, at: int = 0, limit: int = 1) -> 
     notice = found[at]
     tail: Row = ((notice.hint, "key"),)
     if len(found) > 1:
-        tail = (*tail, ("  a", "key"), (f" {at + 1} of {len(found)}", "dim"))
+        tail = (*tail, (f"  {at + 1}/{len(found)}", "dim"), ("  a next", "key"))
     word, style = WORDS[notice.level], LEVEL_STYLE[notice.level]
     room = width - len(word) - 1
     beside = room - width_of(tail) - 2

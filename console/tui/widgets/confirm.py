@@ -126,7 +126,7 @@ class Editor(Overlay):
         self._check, self._then, self._said = check, then, (hint, "dim")
 
     def compose(self) -> ComposeResult:
-        title, keys = f"── {self._title}", "enter saves, esc cancels"
+        title, keys = f"── {self._title}", "enter accepts, esc cancels"
         yield Wrapped("head", lambda width: [rule(title, width, keys)])
         yield Wrapped("trouble", self._rows)
         yield Input(self._value, compact=True, select_on_focus=False)

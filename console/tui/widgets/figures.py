@@ -12,7 +12,7 @@ STEPS = " steps"
 
 LINES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("tok/s", ("toks_per_s",), "", ""),
-    ("step time", ("step_p50_s",), "p99", "step_p99_s"),
+    ("step p50", ("step_p50_s",), "p99", "step_p99_s"),
     ("stalls", ("stalls",), "", ""),
     ("loss", ("loss",), "", ""),
     ("skipped", ("skipped_steps",), "", ""),
@@ -23,7 +23,8 @@ LINES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
     ("saved step", ("checkpoint_step",), "", ""),
     ("lr", ("lr",), "", ""),
     ("MFU 6ND", ("mfu",), "exact", "mfu_exact"),
-    ("memory", ("gpu_mem_reserved", "rss_mib"), "largest", ""),
+    ("memory GPU", ("gpu_mem_reserved",), "largest", ""),
+    ("memory RSS", ("rss_mib",), "largest", ""),
     ("fetch", ("dt_fetch_s",), "", ""),
     ("tokens", ("tokens_total",), "", ""),
     ("disk free", ("disk_free_gib",), "", ""),

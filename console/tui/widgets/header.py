@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from console.model import LIVE_STATES, RunState
-from console.status_text import outcome
+from console.status_text import counted, outcome
 from console.tui import format as fmt
 from console.tui.feed import ScreenData
 from console.tui.rows import BLANK, Part, Row, cell_len, cut, fit, width_of
@@ -32,7 +32,7 @@ def header_row(snapshot: ScreenData, width: int, late_s: float = 0.0, paused: bo
         _part(4, "", *_phase(state)),
         _part(8, "", *_progress(state)),
         _part(6, "", f"ETA {fmt.eta(state.eta_s)}" if state.eta_s else ""),
-        _part(2, "dim", f"{state.host} ×{state.world}" if state.world else "", ""),
+        _part(2, "dim", f"{state.host}, {counted(state.world, 'rank')}" if state.world else "", ""),
         _part(9, *_freshness(state, snapshot.now, late_s)),
     ]
     room = width - width_of(fit(parts, LONGEST)) - GAP

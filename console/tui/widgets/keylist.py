@@ -23,8 +23,8 @@ def help_rows(view: str, width: int) -> list[Row]:
     rows: list[Row] = [((line, "dim"),) for line in wrap(WORDS, width)]
     for key in for_view(view):
         names = " ".join(NAMES.get(name, name) for name in key.keys)
-        text = f"{key.help} (asks; {key.asks})" if key.asks else key.help
-        rows += labelled((f"{fill(names, KEYS_WIDTH)} ", "key"), wrap(text, width - KEYS_WIDTH - 1))
+        lines = wrap(key.full_help, width - KEYS_WIDTH - 1)
+        rows += labelled((f"{fill(names, KEYS_WIDTH)} ", "key"), lines)
     return [*rows, (("words: docs/words.md", "dim"),)]
 
 

@@ -43,7 +43,7 @@ def phase_rows(
     is_whole = height >= WHOLE
     finished = bool(phases) and phases[current].state == "completed"
     focus = min(current + finished, len(phases) - 1)
-    proves = wrap(phases[focus].proves, width - 4, 2) if phases else []
+    proves = _proves(phases[focus], width, 2) if phases else []
     if 1 + len(phases) + len(proves) > height:
         proves = []
     room = max(1, height - 1 - len(proves))
@@ -63,9 +63,13 @@ def phase_rows(
         lines = proves if phase.index == focus else []
         if is_whole:
             why = "" if phase.why in text_of(row) else phase.why
-            lines = [*wrap(why, width - 4), *wrap(phase.proves, width - 4)]
+            lines = [*wrap(why, width - 4), *_proves(phase, width)]
         rows += [row, *(((f"    {line}", "dim"),) for line in lines)]
     return rows[:height]
+
+
+def _proves(phase: PhaseState, width: int, limit: int = 99) -> list[str]:
+    return wrap(f"proves: {phase.proves}" if phase.proves else "", width - 4, limit)
 
 
 def _phase_row(
@@ -113,8 +117,10 @@ def gate_rows(
         )
         for gate in gates
     ]
+    if not gates:
+        return [rule(heading, width), (("no gates", "dim"),)]
     passed = sum(gate.result == "pass" for gate in gates)
-    return grid(cells, width, height, heading, f"{passed} of {len(gates)} pass" if gates else "")
+    return grid(cells, width, height, heading, f"{passed} of {len(gates)} passed")
 
 
 def _pending(name: str, bound: str) -> str:
@@ -130,9 +136,10 @@ def check_rows(checks: Sequence[Any], width: int, height: int) -> list[Row]:
     """Returns the checks before a launch, failed checks first."""
     cells = [(check.result, f"{check.name}: {check.text}") for check in checks]
     failed = sum(check.result == "fail" for check in checks)
-    note = f"ready: {counted(len(checks), 'check')}"
+    passed = sum(check.result == "pass" for check in checks)
+    note = f"go: {passed} of {counted(len(checks), 'check')} passed"
     if failed:
-        note = f"{failed} failed: the launch would be rejected"
+        note = f"no go: {counted(failed, 'check')} failed"
     return grid(cells, width, height, CHECKS, note if checks else "")
 
 

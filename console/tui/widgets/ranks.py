@@ -33,7 +33,7 @@ def rank_rows(state: RunState, width: int, height: int, _now: float = 0.0) -> li
     if not ranks:
         return [rule("ranks", width), (("no rank has started yet", "dim"),)]
     wide = width >= WIDE
-    digits = max(3 if has_gpus else 4, len(str(max(rank.rank for rank in ranks))))
+    digits = max(4, len(str(max(rank.rank for rank in ranks))))
     shown = _worst_first(state, ranks, height - 1)
     layout = _layout(state, has_gpus, wide, width, digits)
     rows = [columns((name, w, "dim" if i else "title") for i, (name, w) in enumerate(layout))]
@@ -67,7 +67,13 @@ def _layout(state: RunState, has_gpus: bool, wide: bool, width: int, digits: int
     if has_gpus:
         memory = 6 + 2 * large + 3 * wide
         power = [("power", -9), ("temp", -4)] if wide else [("watt", -4), ("°C", -2)]
-        fixed = [("GPU", digits), ("util", -4), (BAR, 0), ("mem", -memory), *power]
+        fixed = [
+            ("rank" if state.ranks else "GPU", digits),
+            ("util", -4),
+            (BAR, 0),
+            ("mem", -memory),
+            *power,
+        ]
     else:
         fixed = [("rank", digits), ("cpu", -4), (BAR, 0), ("mem", -8 if wide else -5)]
     fixed += [("step", -8 if wide else -7), ("phase", 9), ("for", -4)]
@@ -76,8 +82,8 @@ def _layout(state: RunState, has_gpus: bool, wide: bool, width: int, digits: int
     if width - used >= len(MARK) + pid + 1:  # a pid that is cut would be another pid
         fixed += [("pid", -pid)]
     used = sum(abs(w) + 1 for _, w in fixed) - 1
-    bar = max(1, min(16 if has_gpus else 20, width - used - len(MARK)))
-    return [(name, w or bar) for name, w in fixed]
+    bar = max(0, min(16 if has_gpus else 20, width - used - len(MARK)))
+    return [(name, w or bar) for name, w in fixed if w or bar > 1]
 
 
 def _row(state: RunState, rank: Rank, has_gpus: bool, wide: bool, layout: list[Column]) -> Row:
@@ -87,7 +93,7 @@ def _row(state: RunState, rank: Rank, has_gpus: bool, wide: bool, layout: list[C
     base = "" if is_live and not stale else "dim"
     blamed = state.verdict is not None and state.verdict.rank == rank.rank
     (name, digits), *rest = layout
-    bar = dict(layout)[BAR]
+    bar = dict(layout).get(BAR, 0)
     cells: Cells = {
         name: (str(rank.rank), "crit" if blamed else "strong"),
         "age": (fmt.age(rank.age_s), "stale" if stale else "dim"),
@@ -102,8 +108,9 @@ def _row(state: RunState, rank: Rank, has_gpus: bool, wide: bool, layout: list[C
     elif rank.gpu is not None and rank.gpu.state == "ok":
         cells |= _gpu_cells(rank.gpu, bar, wide, base)
     else:
-        room = sum(abs(width) for _, width in rest[:5]) + 4
-        layout = [(name, digits), ("why", room), *rest[5:]]
+        at = [name for name, _ in rest].index("step")
+        room = sum(abs(width) + 1 for _, width in rest[:at]) - 1
+        layout = [(name, digits), ("why", room), *rest[at:]]
         cells["why"] = _lost_cell(rank.gpu)
     row = columns((cells[name][0], width, cells[name][1]) for name, width in layout)
     return (*row, (MARK, "crit")) if blamed else row

@@ -29,7 +29,10 @@ REMOVES = "systemd-logind removes the shared memory of the run when ann logs out
 def test_what_a_logout_ends_or_removes_is_named_with_what_to_do(
     tmp_path, monkeypatch, cgroup, answers, uid, lingers, text
 ):
-    assert at_logout(tmp_path, uid, "ann") == ("pass", "no systemd-logind here")
+    assert at_logout(tmp_path, uid, "ann") == (
+        "pass",
+        "the run survives a logout (no systemd-logind here)",
+    )
     for name in ("run/systemd/system", "proc/self", "bin", "var/lib/systemd/linger"):
         (tmp_path / name).mkdir(parents=True)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")

@@ -35,7 +35,7 @@ async def test_a_plan_that_waits_is_ended_by_the_keys_that_end_a_run(key):
     async with driven(app_on(recorded.waiting(), actions=asked)) as (app, pilot):
         assert "WAITING" in lines(app)[0]
         assert "COMPLETED" not in lines(app)[0]
-        await play(pilot, key, "…Halt this launch here?")
+        await play(pilot, key, "…Halt this launch before phase recall?")
         assert "not started recall" in picture(app)
         await pilot.press("y")
         await until(pilot, lambda: bool(asked.sent))
@@ -89,22 +89,22 @@ async def test_a_goes_through_the_alerts_and_what_comes_brings_back_the_worst():
     own = Alert("document run.json", NOW, "warn", "run.json is no document", observed=True)
     state = recorded.running(alerts=(crit, own))
     async with driven(app_on(state)) as (app, pilot):
-        assert lines(app)[1].endswith("3 diagnose  A ack  a 1 of 2")
+        assert lines(app)[1].endswith("3 diagnose  A ack  1/2  a next")
         await pilot.press("a")
         await until(pilot, lambda: lines(app)[1].startswith("! WARN run.json is no document"))
-        assert lines(app)[1].endswith("a 2 of 2")
+        assert lines(app)[1].endswith("2/2  a next")
         assert "A ack" not in lines(app)[1]
         await play(pilot, "A", "…this notice cannot be acknowledged", "a", "A")
         await play(pilot, "…Acknowledge this alert?", "escape")
         await until(pilot, lambda: app.overlay is None)
         await pilot.press("a")
-        await until(pilot, lambda: "a 2 of 2" in lines(app)[1])
+        await until(pilot, lambda: "2/2  a next" in lines(app)[1])
         more = (*state.alerts, Alert("gone", NOW, "crit", "rank 1 is gone"))
         came = ScreenData(time.monotonic(), NOW, recorded.running(alerts=more))
 
         def shows() -> bool:
             app.alert.take(came)  # the feed may deliver the two earlier alerts again
-            return "a 1 of 3" in lines(app)[1]
+            return "1/3  a next" in lines(app)[1]
 
         await until(pilot, shows)
 
@@ -120,7 +120,7 @@ def test_an_acknowledged_stall_is_a_note():
 async def test_the_gates_of_a_run_that_ended_stand_where_its_alert_leads():
     state = dataclasses.replace(recorded.gates_failed(), launch=recorded.launch("ended"))
     async with driven(app_on(state)) as (app, pilot):
-        assert lines(app)[2].endswith("2 shows gates  a 1 of 2")
+        assert lines(app)[1].endswith("2 gates  1/2  a next")
         await play(pilot, "2", "…preflight")
         await see(pilot, "✓ torch", "gates of plumbing, which ended", "bytes_right: 0.41")
         found = next(line for line in lines(app) if "bytes_right" in line and "!" not in line)
@@ -151,7 +151,7 @@ async def test_the_cursor_stays_on_its_flag_when_a_launch_starts(tmp_path):
 
         await until(pilot, is_held)
         app.feed._source.states[:] = [recorded.running(launch=recorded.launch())]
-        await see(pilot, "flags now → 2-recall")
+        await see(pilot, "flags now → recall")
         await until(pilot, is_held)
 
 
@@ -177,15 +177,15 @@ async def test_a_button_that_finds_nothing_to_act_on_is_dim(name, dimmed):
 
 def test_a_halt_of_a_stalled_run_promises_nothing_and_names_the_key_that_stops_it():
     facts = dict(KEYS["halt"].question(recorded.stalled()).facts)
-    said = "every rank completes its step; rank 3 is stalled in backward; K stops the run"
-    assert facts["stalled"].endswith(said)
+    said = "rank 3 is stalled in backward, and no rank halts before every rank completes its step"
+    assert facts["stalled"] == f"{said}; K stops the run"
 
 
 def test_no_question_promises_a_checkpoint_of_a_program_that_may_save_none():
     """A foreign program may save nothing at a halt; without `join`, its ranks do not halt."""
     running, promised = recorded.running(), "only what the program saves itself"
     facts = {name: dict(KEYS[name].question(running).facts) for name in ("halt", "stop")}
-    assert facts["halt"]["keeps"].startswith(f"{promised} (a trainer of this project saves")
+    assert facts["halt"]["keeps"] == promised
     assert facts["stop"]["loses"] == "all steps that the program has not saved itself"
     assert facts["stop"]["saved"] == "no checkpoint in the run directory"
     ours = dataclasses.replace(running, decided={"NSA_LR": "1"}, step=43, checkpoint="step_33")
@@ -193,8 +193,8 @@ def test_no_question_promises_a_checkpoint_of_a_program_that_may_save_none():
     for state, lost in ("running", f"Kill: {cost}; Stop: none, if all"), ("stalled", cost):
         asked = KEYS["stop"].question(dataclasses.replace(ours, state=state))
         assert dict(asked.facts)["loses"].startswith(lost), "ranks that are stalled cannot save"
-    saves = dict(KEYS["checkpoint"].question(running).facts)["keeps"]
-    assert saves.startswith("all work; only a trainer of this project saves")
+    saves = dict(KEYS["checkpoint"].question(running).facts)["note"]
+    assert saves == "a foreign program may save no checkpoint on request"
     assert dict(KEYS["halt"].question(recorded.stalled()).facts)["keeps"].startswith(promised)
     assert "else" not in facts["halt"]
     silent = dataclasses.replace(running, step=None)
@@ -205,7 +205,7 @@ def test_no_question_promises_a_checkpoint_of_a_program_that_may_save_none():
     ("verdict", "says"),
     [
         (recorded.VERDICT, ["the run is unsupervised"]),
-        (None, ["unsupervised: R starts a supervisor",
+        (None, ["unsupervised; R starts a new supervisor",
                 "nsa-console watchdog /nowhere/cpu_smoke/20261120-031500/1-plumbing"]),
     ],
 )  # fmt: skip

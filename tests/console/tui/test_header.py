@@ -52,11 +52,11 @@ HALTED = {"state": "ended", "why": "halt requested by op"}
 @pytest.mark.parametrize(
     ("gates", "launch", "words"),
     [
-        ((GATE,), {"state": "ended"}, "plan ended: gate no_stall failed (0, bound yes)"),
+        ((GATE,), {"state": "ended"}, "launch ended: gate no_stall failed (0, bound yes)"),
         ((dataclasses.replace(GATE, result="unknown"),), {"state": "ended"},
-         "plan ended: gate no_stall unknown (0, bound yes)"),
-        ((), {"state": "ended"}, "plan ended: plumbing completed; not started: recall"),
-        ((), HALTED, "plan ended: halt requested by op; not"),
+         "launch ended: gate no_stall unknown (0, bound yes)"),
+        ((), {"state": "ended"}, "launch ended: plumbing completed; not started: recall"),
+        ((), HALTED, "launch ended: halt requested by op; not"),
         ((GATE,), {"state": "ended", "phase": 2}, ""),
         ((GATE,), {"state": "running"}, ""),
     ],
@@ -66,8 +66,8 @@ def test_a_plan_that_ended_says_why_and_which_phase_was_not_started(gates, launc
     state = dataclasses.replace(recorded.waiting(), gates=gates, launch=held)
     row = text_of(alert_rows(noticed(state), 80)[0])
     text = " ".join(notice.text for notice in noticed(state))
-    assert words in text if words else "plan ended" not in text
-    assert row.rstrip().endswith("2 shows gates  a 1 of 2") is words.startswith("plan ended: gate")
+    assert words in text if words else "launch ended" not in text
+    assert row.rstrip().endswith("2 gates  1/2  a next") is words.startswith("launch ended: gate")
 
 
 def earlier(launch: str):
@@ -95,7 +95,7 @@ async def test_an_earlier_phase_has_its_own_name_number_and_row(launch):
     assert "7/100" not in rows["2-recall"]
     assert "gates" not in rows["2-recall"]
     if launch != "ended":
-        assert "command of phase 0-sanity, which ended" in shown
+        assert "command of phase sanity, which ended" in shown
         assert "flags of sanity, which ended, no phase left" in shown
 
 

@@ -37,7 +37,7 @@ def write(terminal: Terminal, text: str) -> None:
 
 def test_a_large_paste_does_nothing(tmp_path):
     with console(tmp_path) as terminal:
-        terminal.wait("ready: ")
+        terminal.wait("checks passed")
         before = peak_mib(terminal.pid)
         write(terminal, PASTED)
         terminal.wait(IGNORED)
@@ -54,7 +54,7 @@ def test_a_large_paste_does_nothing(tmp_path):
 
 def test_a_marked_paste_and_a_paste_beside_a_focus_event_do_nothing(tmp_path):
     with console(tmp_path) as terminal:
-        terminal.wait("ready: ")
+        terminal.wait("checks passed")
         for before in ("\x1b[I", "\x1b[200~hello\x1b[201~"):
             write(terminal, f"{before}Let it be launched: yes, and then look at the logs")
             write(terminal, "\x1b[200~Ly\x1b[201~")

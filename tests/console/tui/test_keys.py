@@ -39,7 +39,7 @@ def test_bindings_come_from_the_table_and_ctrl_c_only_leaves():
 def test_every_action_with_a_key_asks_and_upper_case_keys_act():
     """Other upper-case keys only move: E to the flags, N to a line of a log, G to its end."""
     acting = {action.key for action in action_table.TABLE if action.key}
-    asking = {key.keys[0] for key in keys.TABLE if key.asks}
+    asking = {key.keys[0] for key in keys.TABLE if key.actions}
     assert acting == asking
     upper = {name for key in keys.TABLE for name in key.keys if name.isupper()}
     assert upper == acting | {"E", "N", "G"}

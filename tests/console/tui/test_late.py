@@ -187,7 +187,7 @@ def test_a_confirmed_launch_outlives_the_screen(tmp_path, begin, ends):
     words = [sys.executable, "-m", "console", "--root", str(root), "--plan", str(plan)]
     env = {"PYTHONPATH": f"{tmp_path}:{STUB['PYTHONPATH']}", "XDG_STATE_HOME": str(tmp_path)}
     with Terminal(words, ROOT, env, (500, 40)) as terminal:
-        terminal.play("…ready: ", "L", "…y yes", "y", "…launching ")
+        terminal.play("…checks passed", "L", "…y yes", "y", "…launching ")
         if ends == "q":
             terminal.leave()
             told = f"the launch of {plan} continues; {sys.executable} -m console --root {root} runs"

@@ -26,9 +26,9 @@ async def test_logs_follow_filter_and_find(logged, size):
     async with driven(app_on(recorded.running(), run=logged), size) as (app, pilot):
         await until(pilot, lambda: app.book.total == 63)
         await pilot.press("4")
-        await see(pilot, "follows", "[red]markup[/red]")
+        await see(pilot, "following new lines", "[red]markup[/red]")
         await play(pilot, "g", "…zero line 0 ")
-        assert "follows" not in lines(app)[2].replace("G: to the end", "")
+        assert "following" not in lines(app)[2].replace("G: to the end", "")
         await pilot.press("slash", *"NEEDLE", "enter")
         await see(pilot, "one [red]markup[/red] needle", "find 'NEEDLE'")
         await play(pilot, "n", "…no later line with 'NEEDLE'", "G", "right", "right")
@@ -63,7 +63,7 @@ async def test_wide_and_hostile_log_lines_stay_in_their_cells(tmp_path, size):
 async def test_what_is_held_in_the_log_stays_when_lines_come(logged):
     async with driven(app_on(recorded.running(), run=logged)) as (app, pilot):
         await until(pilot, lambda: app.book.total == 63)
-        await play(pilot, "4", "…follows", "pageup", "…G: to the end")
+        await play(pilot, "4", "…following", "pageup", "…G: to the end")
         before = lines(app)[3:20]
         assert app.snapshot is not None
         snapshot = dataclasses.replace(

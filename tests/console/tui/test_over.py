@@ -95,7 +95,7 @@ async def test_both_questions_name_the_checkpoint_from_which_a_resume_would_cont
     """A run without a checkpoint may itself have resumed from a checkpoint of another run."""
     state = ended(checkpoint=checkpoint, resumed_step=0 if checkpoint else 138)
     facts = dict(KEYS["adopt"].question(state).facts)
-    assert facts["begins"] == "1-plumbing from the checkpoint of step 138"
+    assert facts["begins"] == "plumbing from the checkpoint of step 138"
     async with driven(app_on(state, root=tmp_path)) as (app, pilot):
         await pilot.press("2")
         await until(pilot, lambda: app.draft.is_checked)
@@ -114,7 +114,7 @@ def passed(**given):
 def test_r_starts_the_next_phase_of_a_launch_whose_newest_phase_passed():
     facts = dict(KEYS["adopt"].question(passed()).facts)
     assert (facts["begins"], facts["then"]) == (
-        "2-recall, because plumbing passed", "next phases: none"
+        "recall, because plumbing passed", "next phases: none"
     )  # fmt: skip
     assert "R resume" in [each.hint for each in recorded.noticed(passed())]
 
@@ -139,7 +139,7 @@ def test_r_offers_no_resume_that_would_be_rejected_or_begin_again(changed):
     assert not state.can_resume
     assert all("R resume" not in each.hint for each in recorded.noticed(state))
     if state.launch.state == "ended":
-        with pytest.raises(CannotAsk, match="R needs a checkpoint, or a phase that passed"):
+        with pytest.raises(CannotAsk, match="has no usable checkpoint and did not pass"):
             KEYS["adopt"].question(state)
     else:
         assert "new supervisor" in KEYS["adopt"].question(state).title
@@ -204,7 +204,7 @@ async def test_an_ended_launch_whose_plan_has_no_file_shows_its_own_phases_and_g
     gates = (Gate("no_stall", 1.0, "stalls", "run", "events", "yes", "fail"),)
     held = recorded.launch("ended", plan="tiny_cpu", phases=recorded.phases(1, "crashed"))
     async with driven(app_on(ended(launch=held, gates=gates), root=tmp_path), size) as (app, pilot):
-        await play(pilot, "2", "…✗ no_stall", "…1-plumbing", "…command of phase 1-plumbing",
+        await play(pilot, "2", "…✗ no_stall", "…1-plumbing", "…command of phase plumbing",
                    "…crashed", "…o chooses a plan", "…0.001")  # fmt: skip
         shown = recorded.picture(app)
         assert "would be rejected" not in shown

@@ -36,7 +36,7 @@ OPENED = {
     "charts": ("c", "…space shows"),
     "runs": ("o", "…enter opens"),
     "launch in full": ("2", "…flags", "z", "…esc closes"),
-    "editor": ("2", "…flags", "enter", "…enter saves"),
+    "editor": ("2", "…flags", "enter", "…enter accepts"),
     "message": ("x", "…has no function"),
 }
 

@@ -167,7 +167,7 @@ async def test_all_phases_of_a_short_launch_that_has_ended_are_shown(size, tmp_p
     state = dataclasses.replace(recorded.gates_failed(), launch=recorded.launch("ended"))
     async with driven(app_on(state, root=tmp_path), size) as (app, pilot):
         app.draft.choose("cpu_smoke")
-        await play(pilot, "2", "…flags of a new launch", "…ready: ")
+        await play(pilot, "2", "…flags of a new launch", "…checks passed")
         shown = await settled(pilot)
         assert [phase.numbered in shown for phase in state.launch.phases] == [True] * 3, shown
 

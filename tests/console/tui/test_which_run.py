@@ -33,7 +33,7 @@ async def test_a_flag_that_has_its_planned_value_again_is_not_changed(tmp_path):
         names = [item.flag.name if item.flag else "" for item in app.view._items]
         app.view.picker.move(names.index("NSA_LR") - app.view.picker.cursor)
         for typed, held in (("0.5", {"NSA_LR": "0.5"}), ("2.5e-3", {})):
-            await play(pilot, "enter", "…enter saves", *["backspace"] * 10, *typed, "enter")
+            await play(pilot, "enter", "…enter accepts", *["backspace"] * 10, *typed, "enter")
             await until(pilot, lambda held=held: (
                 app.draft.flags == held and app.draft.is_checked
                 and ("0.5*" in picture(app).replace(" ", "")) == bool(held)
@@ -46,7 +46,7 @@ async def test_a_typed_flag_reaches_the_launch_for_which_its_field_was_opened():
         await play(pilot, "2", "…NSA_LR", *["down"] * 40, "slash")
         names = [item.flag.name if item.flag else "" for item in app.view._items]
         app.view.picker.move(names.index("NSA_LR") - app.view.picker.cursor)
-        await play(pilot, "enter", "…enter saves")
+        await play(pilot, "enter", "…enter accepts")
         app.feed._source.states = [other()]
         app.feed.nudge()
         await until(pilot, lambda: app.view.snapshot.state.path.startswith(OTHER))
