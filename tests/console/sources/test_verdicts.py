@@ -52,7 +52,7 @@ def test_an_earlier_verdict_whose_time_is_no_date_is_printed(tmp_path, ts):
     found = diagnosis(run)
     record = diagnose.as_json(found, tmp_path)
     assert record["seen_before"]["ts"] == ts
-    assert any("seen before: " in line for line in diagnose.lines(found, record))
+    assert any("seen before: " in line for line in diagnose.lines(found, record, tmp_path))
 
 
 def test_the_verdict_in_the_document_of_the_supervisor_counts_before_files(tmp_path):
