@@ -60,7 +60,7 @@ def test_a_disk_that_cannot_hold_the_checkpoints_of_the_plan_is_refused(tmp_path
 def test_the_page_on_plans_has_the_time_limits():
     driver, network = (preflight.LIMIT_S[x] for x in (preflight.DRIVER, preflight.DATA))
     usual = f"{preflight.USUAL_S:g} s after the start of the preflight"
-    limits = f"{usual} (`gpus`, `driver` and `gpu memory` {driver:g} s, `data` {network:g} s)"
+    limits = f"{usual} (`gpus`, `driver` and `gpu memory`: {driver:g} s; `data`: {network:g} s)"
     assert limits in " ".join((ROOT / "docs" / "plans.md").read_text().split())
     rows = [row.name for row in preflight.TABLE if row.needs in preflight.LIMIT_S]
     assert rows == ["gpus", "driver", "gpu memory", "data"]
