@@ -175,7 +175,7 @@ def no_dump(state: RunState) -> str:
     """Returns the sentence on a missing dump; in a live run, it names the key that dumps."""
     is_live = state.state in LIVE_STATES
     return (
-        f"no dump {'yet; D dumps the stacks of ranks that can dump' if is_live else 'of this run'}"
+        f"no dump {'yet; D dumps the stacks of the ranks' if is_live else 'of this run'}"
     )
 
 
