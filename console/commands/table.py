@@ -200,8 +200,7 @@ QUERIES: tuple[Command, ...] = (
     ), (
         _run(),
         option("--halt", action="store_true",
-               help="halt the run if a rule requires it (see below); .anomaly_type then has the "
-               "reason"),
+               help="halt the run if a rule requires it (see below)"),
         option("--interval", type=seconds, default=1.0, metavar="SECONDS",
                help="time between two polls, in seconds (default: %(default)s)"),
     ), _rules, "watchdog.watchdog", exits_by_run=True),

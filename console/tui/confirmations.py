@@ -134,7 +134,7 @@ def _of_halt(state: RunState) -> dict[str, str]:
 
 
 def _of_checkpoint(state: RunState) -> dict[str, str]:
-    note = "a foreign program may save no checkpoint on request"
+    note = "it is not known whether this program saves a checkpoint on request"
     return ({} if state.decided else {"keeps": "all work", "note": note}) | _last_checkpoint(state)
 
 

@@ -194,7 +194,7 @@ def test_no_question_promises_a_checkpoint_of_a_program_that_may_save_none():
         asked = KEYS["stop"].question(dataclasses.replace(ours, state=state))
         assert dict(asked.facts)["loses"].startswith(lost), "ranks that are stalled cannot save"
     saves = dict(KEYS["checkpoint"].question(running).facts)["note"]
-    assert saves == "a foreign program may save no checkpoint on request"
+    assert saves == "it is not known whether this program saves a checkpoint on request"
     assert dict(KEYS["halt"].question(recorded.stalled()).facts)["keeps"].startswith(promised)
     assert "else" not in facts["halt"]
     silent = dataclasses.replace(running, step=None)
