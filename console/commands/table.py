@@ -118,8 +118,9 @@ ASSUME = option(
 
 
 def _run(metavar: str = "RUN", also: str = "") -> Option:
-    where = "directory, id (PLAN-TIME, or PLAN-TIME/PHASE for one phase), unique beginning of "
-    where += "PLAN-TIME, or latest (the newest launch)"
+    of_phase = " or, for one phase, PLAN-TIME/PHASE" if metavar != "LAUNCH" else ""
+    where = f"directory, id (PLAN-TIME{of_phase}), unique beginning of PLAN-TIME, or latest (the "
+    where += "newest launch)"
     return option("run", type=word, metavar=metavar, help=also + where)
 
 
@@ -299,9 +300,9 @@ DRILL = Command(
                help="with --plain or --json: longest wait for the verdict, and then for your "
                "reaction, in seconds (default: %(default)g each; for the fault leak, each wait is "
                "400 s longer)"),
-    ), "The faults stop and kill send SIGSTOP and SIGKILL to the rank.\n"
+    ), "The fault `stop` sends SIGSTOP to the rank, the fault `kill` sends SIGKILL.\n"
        "React on the screen, or in another shell with `nsa-console stop RUN` (RUN is the\n"
-       "printed path); after the fault stop, `kill -CONT PID` is also correct. When you\n"
+       "printed path). For the fault `stop`, `kill -CONT PID` is correct too. When you\n"
        "leave the screen with q, the drill stops the run and prints the score. A drill\n"
        "fails if the verdict or your reaction was not correct.\n",
     "drill.drill",
@@ -313,10 +314,10 @@ RESUME = Command(
         option("--yes", action="store_true",
                help="resume even if another launch already continues this one"),
         WAIT, DRY_RUN,
-    ), "The new launch repeats the options of the ended launch, and the flags that an\n"
-    "operator set in it if its supervisor confirmed them. A trainer of this project\n"
-    "continues from the newest verified checkpoint of its phase. Without one, the\n"
-    "phase starts at its first step.\n" + WAITS,
+    ), "The new launch repeats the options of the ended launch. It also repeats each flag\n"
+    "that an operator set, if the supervisor of the ended launch confirmed it. A\n"
+    "trainer of this project continues from the newest verified checkpoint of its\n"
+    "phase. Without one, the phase starts at its first step.\n" + WAITS,
     "control.resume", exits_by_run=True,
 )  # fmt: skip
 ADOPT = Command(

@@ -8,6 +8,7 @@ from typing import Any
 
 from console.action_table import ACTIONS, Action
 from console.model import LIVE_STATES, OWN_DIRECTORY, LaunchState, RunState
+from console.sources.process import command
 from console.status_text import checkpoint_text, lost_steps
 
 Fact = tuple[str, str]
@@ -173,7 +174,7 @@ def _no_resume(launch: LaunchState) -> str:
         return "R has nothing to resume; L launches a plan"
     name = launch.current or "the run"
     why = f"R cannot resume it: {name} has no usable checkpoint and did not pass"
-    again = f"the command resume starts {name} again, L the whole plan"
+    again = f"{command('resume', launch.path)} starts {name} again; L starts the whole plan"
     return f"{why}; {again if launch.phase else 'L launches a plan'}"
 
 

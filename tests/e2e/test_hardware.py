@@ -15,7 +15,7 @@ def test_eight_gpu_rows_appear_and_a_lost_one_is_marked_lost(begin, tmp_path):
     started = begin(phase("one", "member.py", 100_000), nproc=8, shell=shell)
     started.wait(lambda: RunSource(started.path).poll().step)
     with Terminal([*CONSOLE, "watch", str(started.path)], ROOT) as terminal:
-        figures = ("97% █", "322W", " 64 ", "60/80G")
+        figures = ("97% ", "322W", " 64 ", "60/80G")
 
         def with_figures(text: str) -> int:
             return sum(all(each in line for each in figures) for line in text.splitlines())
