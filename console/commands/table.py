@@ -118,7 +118,7 @@ ASSUME = option(
 
 
 def _run(metavar: str = "RUN", also: str = "") -> Option:
-    of_phase = " or, for one phase, PLAN-TIME/PHASE" if metavar != "LAUNCH" else ""
+    of_phase = "; of one phase: PLAN-TIME/recall" if metavar != "LAUNCH" else ""
     where = f"directory, id (PLAN-TIME{of_phase}), unique beginning of PLAN-TIME, or latest (the "
     where += "newest launch)"
     return option("run", type=word, metavar=metavar, help=also + where)
@@ -150,7 +150,7 @@ def _rules() -> str:
     rows = []
     for rule in TABLE:
         text = f"{rule.help}: {rule.bound(rule.threshold)}"
-        text += f" for {rule.for_s:g} s" if rule.for_s else ""
+        text += f" for at least {rule.for_s:g} s" if rule.for_s else ""
         text += "" if rule.severe is None else f"; halts at {rule.bound(rule.severe)}"
         rows.append((f" {'*' if rule.name in HALTING else ' '}{rule.name:<19} ", text))
     return _listed(RULES, rows) + LEGACY
