@@ -314,9 +314,9 @@ RESUME = Command(
         option("--yes", action="store_true",
                help="resume even if another launch already continues this one"),
         WAIT, DRY_RUN,
-    ), "The new launch repeats the options of the ended launch. It also repeats each flag\n"
-    "that an operator set, if the supervisor of the ended launch confirmed it. A\n"
-    "trainer of this project continues from the newest verified checkpoint of its\n"
+    ), "The new launch repeats the options of the ended launch. It also repeats each\n"
+    "flag that an operator set, if the supervisor of the ended launch confirmed it.\n"
+    "A trainer of this project continues from the newest verified checkpoint of its\n"
     "phase. Without one, the phase starts at its first step.\n" + WAITS,
     "control.resume", exits_by_run=True,
 )  # fmt: skip

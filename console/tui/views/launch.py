@@ -211,7 +211,7 @@ class Launch(Scrolls, View):
                 heading += f" → {when}{later}" if when else ", no phase left"
             if snapshot.coming_trouble:
                 trouble = snapshot.coming_trouble.replace(launch.path, "the launch")
-                heading += f"; planned values not available ({trouble})"
+                heading += f"; plan not available ({trouble})"
         else:
             draft, when, heading = self.draft, "launch", "flags of a new launch"
             choice = {flag_list.BETWEEN.name: draft.between} if draft.between == "go" else {}

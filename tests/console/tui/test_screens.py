@@ -72,7 +72,7 @@ SAYS = {
     "running with a backend": ("2", [
         "command of phase plumbing", f"attention: {ROUTES}", "Data and loss"]),
     "running with a plan that cannot be read": ("2", [
-        r"flags now → recall: not available \(the launch", r"(?m)NSA_LR +0\.002$"]),
+        r"flags now → recall; plan not available \(the launch", r"(?m)NSA_LR +0\.002$"]),
 }  # fmt: skip
 """For each state: keys, and patterns of the text that the screen then shows."""
 VARIANTS = {
