@@ -344,7 +344,7 @@ class RunState:
     behind_bytes: int = 0
     """Number of bytes of records that have not been read yet; these may have newer values."""
     directory_blocked_s: float = 0.0
-    """How long the current write or other work in the run directory has lasted; 0 without work."""
+    """Seconds since the current write or other work in the run directory began; 0 without work."""
     checkpoint: str = ""
     """Name of the newest complete checkpoint in the directory of the run, or "" without one."""
     resumed_step: int = 0

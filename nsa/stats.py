@@ -85,7 +85,7 @@ def selection_stats(p_sel: Tensor, blocks: Tensor, config: NSAConfig) -> dict[st
 def over_layers(layers: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Returns a model's statistics: the means over its layers.
 
-    Of the entropy, the result has the mean, the mean of each layer, and the lowest value.
+    The result has three values of the entropy: the mean, the mean of each layer, and the lowest.
     """
     together = {name: torch.stack([layer[name] for layer in layers]) for name in layers[0]}
     entropy = together.pop("gate_entropy")

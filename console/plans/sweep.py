@@ -176,7 +176,7 @@ def unchanged(
     for key in dict.fromkeys(key for given, _ in runs for key in given):
         values = {str(held[key]["value"]) for _, held in runs if key in held}
         if len({given.get(key) for given, _ in runs}) > 1 and len(values) == 1:
-            return f"{key} is {values.pop()} in all of them"
+            return f"{key} is {values.pop()} in all variants of {sweep}"
     return ""
 
 

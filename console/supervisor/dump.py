@@ -41,7 +41,7 @@ class _RankDump:
     """The result in words, or "" until there is a result."""
     data: bytes = b""
     used_last_resort: bool | None = None
-    """Whether the signal `LAST_RESORT` was sent; None until this is decided."""
+    """True if the signal `LAST_RESORT` was sent, False if not, None before the decision."""
     copy: str = ""
     """The name of the copy in the run directory, or "" before the copy begins."""
 

@@ -27,7 +27,7 @@ IS_OVER = os.WEXITED | os.WNOWAIT | os.WNOHANG
 
 
 class Ended(NamedTuple):
-    """How a program ended: `code` is None if it did not start or end, `failure` "" after code 0."""
+    """The end of a program: `code` is None without an exit, and `failure` is "" for code 0."""
 
     code: int | None
     failure: str = ""

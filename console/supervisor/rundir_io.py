@@ -215,7 +215,7 @@ class Directory(Recorder):
     ) -> None:  # fmt: skip
         """Queues work on files; `deliver` then calls `then` with the result or the error.
 
-        Before the work, `_check(folder)` is called. If it raises OSError, the work is not done.
+        The thread first calls `_check(folder)`. If that raises OSError, the thread skips the work.
         """
 
         def done() -> None:

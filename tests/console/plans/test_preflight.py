@@ -82,7 +82,7 @@ def test_a_sweep_whose_variants_have_the_same_value_is_refused(tmp_path):
         sweep = {"rounds": 9, "variants": variants}
         result, text = row("config one b", tmp_path, {"train.steps": "30"}, phase=sweep)
         assert result == wanted, text
-        same = "the variants of one differ only in name: train.lr is 0.0025 in all of them"
+        same = "train.lr is 0.0025 in all variants of one, although they should differ in it"
         assert text.startswith(same) == (wanted == "fail"), text
     library = {"rounds": 9, "variants": {"a": {}, "b": {"flags": {"NCCL_PROTO": "Simple"}}}}
     assert row("config one b", tmp_path, {"train.steps": "30"}, phase=library)[0] == "pass"
