@@ -321,8 +321,8 @@ TABLE: tuple[Rule, ...] = (
     Rule("zero_gradient", "gradient norm of exactly zero", "consecutive records",
          3, 0, 0.0, _zero_gradient, _gradient_recorded, "crit", anomaly="zero_grad"),
     Rule("gate_collapse",
-         "attention gate uses nearly only one branch (one of: mean entropy < 0.2 nats; mean weight "
-         "of the largest branch > 0.9; entropy < 0.1 nats in over half of tokens and heads)",
+         "attention gate uses nearly only one branch (mean entropy < 0.2 nats, or mean weight "
+         "of the largest branch > 0.9, or entropy < 0.1 nats in over half of tokens and heads)",
          "consecutive records", 3, 0, 60.0, _gate_collapse, _gate_recorded,
          anomaly="gate_collapse"),
     Rule("gate_never_learned", "entropy of the attention gate within 1 % of its maximum", "steps",

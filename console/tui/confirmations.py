@@ -163,7 +163,7 @@ def _of_adopt(state: RunState) -> dict[str, str]:
     if launch.state == "ended" and state.state not in LIVE_STATES:
         raise CannotAsk(f"{state.id} has ended ({state.state}); {_no_resume(launch)}")
     if "unsupervised" not in (launch.state, state.state):
-        why = "R starts a new supervisor only for an unsupervised launch"
+        why = "R resumes an ended launch, or starts a supervisor for an unsupervised one"
         raise CannotAsk(f"{launch.id} is {launch.state}; {why}")
     return {"then": f"next phases: {', '.join(phase.name for phase in launch.rest) or 'none'}"}
 

@@ -7,7 +7,7 @@ more keys of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from console import action_table
@@ -46,10 +46,10 @@ class Key:
     @property
     def full_help(self) -> str:
         """The help; for a key with actions, also what each of its actions keeps or loses."""
-        costs = [" ".join(action.cost).partition(" (")[0] for action in self.actions]
+        costs = (" ".join(action.cost).partition(" (")[0] for action in self.actions)
         helps = (action.help.rstrip(".") for action in self.actions)
-        told = ". ".join(f"{text} ({cost})" for text, cost in zip(helps, costs, strict=True))
-        return told or self.help
+        told = [f"{text} ({cost})" for text, cost in zip(helps, costs, strict=True)]
+        return _choice(told) if told else self.help
 
     @property
     def question(self) -> Callable[[RunState | None], Question] | None:
@@ -65,13 +65,18 @@ NAMES = {
 }  # fmt: skip
 
 
+def _choice(sentences: Iterable[str]) -> str:
+    """Returns the sentences as one text that says to choose one of them."""
+    first, *others = sentences
+    return ". Or ".join((first.rstrip("."), *map(clause, others)))
+
+
 def _of_actions(key: str) -> Key:
     """Returns the row of a key that asks about one action, or about a choice of several actions."""
     actions = tuple(action for action in action_table.TABLE if action.key == key)
-    first, *others = actions
+    first = actions[0]
     return Key(
-        first.name, (key,),
-        ". Or ".join((first.help.rstrip("."), *(clause(each.help) for each in others))),
+        first.name, (key,), _choice(action.help for action in actions),
         first.name if first.weight else "", first.weight,
         button=first.name.capitalize() if first.button else "", actions=actions,
     )  # fmt: skip

@@ -146,7 +146,7 @@ def alert_rows(found: list[Notice], width: int, at: int = 0, limit: int = 1) -> 
     notice = found[at]
     tail: Row = ((notice.hint, "key"),)
     if len(found) > 1:
-        tail = (*tail, (f"  {at + 1}/{len(found)}", "dim"), ("  a next", "key"))
+        tail = (*tail, ("  a next", "key"), (f" ({at + 1} of {len(found)})", "dim"))
     word, style = WORDS[notice.level], LEVEL_STYLE[notice.level]
     room = width - len(word) - 1
     beside = room - width_of(tail) - 2

@@ -233,7 +233,7 @@ async def test_commands_are_found_by_their_words_and_by_a_click():
     [
         (lambda: KEYS["dump"].question(None), "no run"),
         (lambda: KEYS["halt"].question(recorded.crashed()), r"has ended \(crashed\)"),
-        (lambda: KEYS["adopt"].question(recorded.running()), "only for an unsupervised launch"),
+        (lambda: KEYS["adopt"].question(recorded.running()), "starts a supervisor for an unsup"),
         (lambda: KEYS["adopt"].question(recorded.by_hand()), "belongs to no launch"),
         (lambda: confirmations.proceed(recorded.running()), "still running"),
         (lambda: confirmations.acknowledge(recorded.running(), "", ""), "no alert"),

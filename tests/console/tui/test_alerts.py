@@ -49,11 +49,12 @@ async def test_a_long_alert_is_shown_whole_and_is_acknowledged_by_its_id(size):
     async with driven(app_on(two_alerts(), actions=asked), size) as (app, pilot):
         await see(pilot, "is written there")
         shown = lines(app)
-        assert " ".join(" ".join(shown[1:4]).split()).startswith(f"! CRIT {MOVED} A ack 1/3 a next")
+        notice = " ".join(" ".join(shown[1:4]).split())
+        assert notice.startswith(f"! CRIT {MOVED} A ack a next (1 of 3)")
         assert "q leave" in shown[-1]
         assert "[ Dump ]" in shown[-2]
         await pilot.press("a")
-        await until(pilot, lambda: "2/3  a next" in " ".join(lines(app)[1:5]))
+        await until(pilot, lambda: "a next (2 of 3)" in " ".join(lines(app)[1:5]))
         assert lines(app)[1].startswith(f"! CRIT {recorded.SENTENCE[:20]}")
         await play(pilot, "a", "…has to look at it")
         assert lines(app)[1].startswith("! WARN no act on the stall")

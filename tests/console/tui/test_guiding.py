@@ -89,22 +89,22 @@ async def test_a_goes_through_the_alerts_and_what_comes_brings_back_the_worst():
     own = Alert("document run.json", NOW, "warn", "run.json is no document", observed=True)
     state = recorded.running(alerts=(crit, own))
     async with driven(app_on(state)) as (app, pilot):
-        assert lines(app)[1].endswith("3 diagnose  A ack  1/2  a next")
+        assert lines(app)[1].endswith("3 diagnose  A ack  a next (1 of 2)")
         await pilot.press("a")
         await until(pilot, lambda: lines(app)[1].startswith("! WARN run.json is no document"))
-        assert lines(app)[1].endswith("2/2  a next")
+        assert lines(app)[1].endswith("a next (2 of 2)")
         assert "A ack" not in lines(app)[1]
         await play(pilot, "A", "…this notice cannot be acknowledged", "a", "A")
         await play(pilot, "…Acknowledge this alert?", "escape")
         await until(pilot, lambda: app.overlay is None)
         await pilot.press("a")
-        await until(pilot, lambda: "2/2  a next" in lines(app)[1])
+        await until(pilot, lambda: "a next (2 of 2)" in lines(app)[1])
         more = (*state.alerts, Alert("gone", NOW, "crit", "rank 1 is gone"))
         came = ScreenData(time.monotonic(), NOW, recorded.running(alerts=more))
 
         def shows() -> bool:
             app.alert.take(came)  # the feed may deliver the two earlier alerts again
-            return "1/3  a next" in lines(app)[1]
+            return "a next (1 of 3)" in lines(app)[1]
 
         await until(pilot, shows)
 
@@ -120,7 +120,7 @@ def test_an_acknowledged_stall_is_a_note():
 async def test_the_gates_of_a_run_that_ended_stand_where_its_alert_leads():
     state = dataclasses.replace(recorded.gates_failed(), launch=recorded.launch("ended"))
     async with driven(app_on(state)) as (app, pilot):
-        assert lines(app)[1].endswith("2 gates  1/2  a next")
+        assert lines(app)[2].endswith("2 gates  a next (1 of 2)")
         await play(pilot, "2", "…preflight")
         await see(pilot, "✓ torch", "gates of plumbing, which ended", "bytes_right: 0.41")
         found = next(line for line in lines(app) if "bytes_right" in line and "!" not in line)
