@@ -119,7 +119,7 @@ TABLE: tuple[Action, ...] = (
         "halt",
         "Halt all ranks at the same step, and end the launch; trainers of this project save a "
         "checkpoint.", ("run", "launch"),
-        cost=("keeps", "all work (every rank stops at the same step and saves a checkpoint)"),
+        cost=("keeps", "all work if a checkpoint is saved"),
         key="H", weight=8, button=True, title="Halt this run?",
         verb="halt", examples=("halt latest",),
     ),
@@ -142,7 +142,7 @@ TABLE: tuple[Action, ...] = (
         cost=LOST_STEPS, key="K", verb="stop --kill", examples=("stop latest --kill --yes",),
     ),
     Action(
-        "adopt", "Start a new supervisor in place of one that has died.",
+        "adopt", "Replace a dead supervisor by a new one.",
         cost=("keeps", "all work (live ranks continue under the new supervisor)"),
         key="R", title="Start a new supervisor for this launch?",
     ),
@@ -156,7 +156,7 @@ TABLE: tuple[Action, ...] = (
     ),
     Action(
         "proceed", "Start the next phase of a launch that waits for confirmation.", ("launch",),
-        (Argument("phase", "PHASE", _text(80), "the phase that must be next", required=False),),
+        (Argument("phase", "PHASE", _text(80), "only if this phase is next", required=False),),
         cost=("keeps", "completed phases"), key="L",
     ),
     Action(
@@ -183,11 +183,10 @@ TABLE: tuple[Action, ...] = (
     ),
     Action(
         "set-flag",
-        "Set a flag for the next phase; with phases=all, also for the phases after it. Without "
-        "value, reset the flag to the value of the plan.",
-        ("launch",),
+        "Set a flag for the next phase, or for all later phases.", ("launch",),
         (Argument("name", "NAME", _flag_name, "name of the flag, see `flags`"),
-         Argument("value", "VALUE", _flag_value, "new value of the flag", required=False),
+         Argument("value", "VALUE", _flag_value, "new value; without it, the value of the plan",
+                  required=False),
          Argument("phases", "PHASES", _phases, "next (default), or all: the next and all later "
                   "phases", required=False)),
         examples=("do latest set-flag name=NSA_LR value=0.0005",

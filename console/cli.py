@@ -22,7 +22,7 @@ from trainers.contract.errors import ContractError, UsageError
 
 EXITS: dict[int, str] = {
     0: "success",
-    1: "a check or a drill failed, or a sweep was not compared",
+    1: "a check or a drill failed, or compare has no result",
     2: "usage error",
     3: "no such run or launch",
     4: "rejected",

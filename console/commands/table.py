@@ -139,7 +139,9 @@ def _actions() -> str:
         words = ((a, f"{a.name}={'…' if a.metavar else 'true'}") for a in action.args)
         given = (word if a.required else f"[{word}]" for a, word in words)
         if action.mailboxes:
-            rows.append((f"  {' '.join((action.name, *given)):<25} ", action.help))
+            told = "; ".join(f"{a.name}: {a.help}" for a in action.args if not a.required)
+            text = f"{action.help} {told}." if told else action.help
+            rows.append((f"  {' '.join((action.name, *given)):<25} ", text))
     return _listed("actions:", rows)
 
 
@@ -298,8 +300,8 @@ DRILL = Command(
                help="print one sentence per change, no screen"),
         option("--wait", type=seconds, default=300.0, metavar="SECONDS",
                help="with --plain or --json: longest wait for the verdict, and then for your "
-               "reaction, in seconds (default: %(default)g each; for the fault leak, each wait is "
-               "400 s longer)"),
+               "reaction, in seconds (default: %(default)g each; for the fault `leak`, each wait "
+               "is 400 s longer)"),
     ), "The fault `stop` sends SIGSTOP to the rank, the fault `kill` sends SIGKILL.\n"
        "React on the screen, or in another shell with `nsa-console stop RUN` (RUN is the\n"
        "printed path). For the fault `stop`, `kill -CONT PID` is correct too. When you\n"

@@ -261,9 +261,9 @@ def _late(_now: Readings, history: History, _watch: Watch) -> Measured | None:
 
 ROWS: tuple[Rule, ...] = (
     Rule("imbalance",
-         "time in fetch and forward (with FSDP, or in a foreign program on GPUs: in fetch) of the "
-         "slowest rank ÷ median of the others", "ratio", 1.3, SURELY, 300.0, _imbalance),
-    Rule("random_loss", "how far the loss on random bytes is below ln(vocabulary), its minimum",
+         "slowest rank's time in fetch and forward ÷ median of the others (with FSDP, or in a "
+         "foreign program on GPUs: only fetch)", "ratio", 1.3, SURELY, 300.0, _imbalance),
+    Rule("random_loss", "ln(vocabulary), the lowest possible loss on random bytes, minus the loss",
          "nats", 0.02, 0.01, 0.0, _random_loss),
     Rule("first_loss", "difference of the loss of step 1 from ln(vocabulary)", "nats",
          1.0, 0.99, 0.0, _first_loss),
@@ -278,7 +278,7 @@ ROWS: tuple[Rule, ...] = (
     Rule("skipped_steps", "share of skipped steps, over at least the last 200 steps", "share",
          0.1, 0.05, 0.0, _skipped_steps),
     Rule("backend", "attention branches whose setting has no effect or whose kernel is missing",
-         "branches", 1, 0, 0.0, _backend),
+         "cases", 1, 0, 0.0, _backend),
     Rule("model_size", "parameters ÷ size in the config's name (e.g. 125m), or the inverse",
          "ratio", 2.0, 1.9, 0.0, _model_size),
     Rule("host_bound", "share of a step in which the GPUs are busy", "share",

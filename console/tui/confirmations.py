@@ -92,7 +92,8 @@ def _shown(state: RunState | None) -> RunState:
 def _end(launch: LaunchState) -> Question:
     """Returns the confirmation to end a launch that waits between two phases."""
     rest = ", ".join(phase.name for phase in launch.rest) or "none"
-    facts = (("launch", launch.id), ("keeps", "completed phases"), ("not started", rest))
+    then = f"the launch ends; not started: {rest}"
+    facts = (("launch", launch.id), ("keeps", "completed phases"), ("then", then))
     before = f" before phase {launch.rest[0].name}" if launch.rest else ""
     return Question(f"Halt this launch{before}?", facts, launch.path, (_choice(ACTIONS["halt"]),))
 

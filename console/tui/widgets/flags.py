@@ -16,7 +16,7 @@ UNSET = "–"
 GROUP, NAME = 9, 26
 BETWEEN = Flag(
     "between phases",
-    Key(("ask", "go"), "ask", 0, 0, "ask waits for L; go starts if gates passed"),
+    Key(("ask", "go"), "ask", 0, 0, "ask: wait; go: start, if gates passed"),
     "launch.between",
 )
 """The choice `between` of a launch, which the list of a draft shows as its first flag."""

@@ -49,11 +49,11 @@ async def test_the_first_screen_has_the_charts_that_the_records_allow(kind, size
     async with driven(app_on(make()), size) as (app, pilot):
         shown = await charted(pilot)
         for title in titles:
-            assert re.search(rf"{title},? 2 ?m", shown), shown
+            assert re.search(rf"{title},? (last )?2 ?m", shown), shown
         assert ("gate entropy" in shown) == (kind != "foreign")
         assert kind != "foreign" or "nats" not in shown
         assert any(line.startswith("1 ") for line in lines(app))
-        later = "loss nats/token" in shown and re.search("step time,? 2", shown) is not None
+        later = "loss nats/token" in shown and re.search("step time,? (last )?2", shown) is not None
         assert later == (size == SIZES[1]) or kind == "foreign"
 
 
@@ -74,7 +74,7 @@ async def test_z_zooms_the_selected_chart_and_arrows_read_values_in_it():
     async with driven(app_on(recorded.running())) as (app, pilot):
         await play(pilot, "…gate entropy", "right", "left", "z", "…layer 2")
         shown = await charted(pilot)
-        assert "gate entropy nats, 2 min" in shown
+        assert "gate entropy nats, last 2 min" in shown
         assert "now mean 0.93, lowest 0.41 in layer 1" in shown
         assert "throughput" not in shown
         assert re.search(r"layer 1 .* 0\.410 nats ◂", shown), shown
