@@ -172,9 +172,9 @@ def evidence_rows(
 
 
 def no_dump(state: RunState) -> str:
-    """Returns the sentence on a missing dump; in a live run, it names the key that dumps."""
-    is_live = state.state in LIVE_STATES
-    return f"no dump {'yet; D dumps the stacks of the ranks' if is_live else 'of this run'}"
+    """Returns the sentence on a missing dump; it names the key that dumps, if that key works."""
+    works = state.state in LIVE_STATES and state.state != "unsupervised"
+    return f"no dump {'yet; D dumps the stacks of the ranks' if works else 'of this run'}"
 
 
 # --- the stacks: one column per group of ranks with the same stack ------------------------------

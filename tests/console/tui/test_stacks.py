@@ -9,7 +9,7 @@ import pytest
 
 from console.sources.stacks import Frame, Stack, Thread
 from console.tui.rows import text_of, width_of
-from console.tui.views.stall import LEAST_WIDTH, grouped, stack_rows
+from console.tui.views.stall import LEAST_WIDTH, grouped, no_dump, stack_rows
 from tests.console.tui import recorded
 from tests.console.tui.recorded import NOW, SIZES, app_on, driven, lines, picture, play, until
 
@@ -78,6 +78,11 @@ async def test_a_stack_of_a_former_process_is_not_shown_as_that_of_its_rank(tmp_
         assert re.search(r" 1 .* part\.py:7 work \d+[sm]", picture(app))
         assert "no dump" in picture(app)
         await play(pilot, "enter", "…rank 0: no dump yet")
+
+
+def test_a_missing_dump_names_the_key_only_if_a_supervisor_can_answer_it():
+    assert "D dumps" in no_dump(recorded.running())
+    assert no_dump(recorded.unsupervised()) == no_dump(recorded.crashed()) == "no dump of this run"
 
 
 @pytest.mark.parametrize("count", [8, 64])
