@@ -105,8 +105,6 @@ def _phases(value: Any) -> Phases:
     return value
 
 
-LOST_STEPS = ("loses", "at most the steps since the last checkpoint")
-
 TABLE: tuple[Action, ...] = (
     Action(
         "dump", "Dump the Python stacks of all ranks that handle SIGUSR1.", ("run",),
@@ -133,13 +131,14 @@ TABLE: tuple[Action, ...] = (
     Action(
         "stop",
         "Stop all ranks, and end the launch: TERM, the grace time to save a checkpoint, then KILL.",
-        ("run", "launch"), cost=LOST_STEPS, key="K", title="Stop or kill this run?",
-        verb="stop", examples=("stop latest",),
+        ("run", "launch"), cost=("loses", "at most the steps since the last checkpoint"),
+        key="K", title="Stop or kill this run?", verb="stop", examples=("stop latest",),
     ),
     Action(
         "kill", "Kill all ranks at once, without a checkpoint, and end the launch.", ("run",),
         (Argument("yes", "", _yes, "confirm --kill"),),
-        cost=LOST_STEPS, key="K", verb="stop --kill", examples=("stop latest --kill --yes",),
+        cost=("loses", "the steps since the last checkpoint"), key="K",
+        verb="stop --kill", examples=("stop latest --kill --yes",),
     ),
     Action(
         "adopt", "Replace a dead supervisor by a new one.",

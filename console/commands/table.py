@@ -118,7 +118,7 @@ ASSUME = option(
 
 
 def _run(metavar: str = "RUN", also: str = "") -> Option:
-    of_phase = "; of one phase: PLAN-TIME/recall" if metavar != "LAUNCH" else ""
+    of_phase = "; of one phase: PLAN-TIME/PHASE" if metavar != "LAUNCH" else ""
     where = f"directory, id (PLAN-TIME{of_phase}), unique beginning of PLAN-TIME, or latest (the "
     where += "newest launch)"
     return option("run", type=word, metavar=metavar, help=also + where)

@@ -263,7 +263,8 @@ ROWS: tuple[Rule, ...] = (
     Rule("imbalance",
          "slowest rank's time in fetch and forward ÷ median of the others (with FSDP, or in a "
          "foreign program on GPUs: only fetch)", "ratio", 1.3, SURELY, 300.0, _imbalance),
-    Rule("random_loss", "ln(vocabulary), the lowest possible loss on random bytes, minus the loss",
+    Rule("random_loss",
+         "on random bytes: how far the loss is below ln(vocabulary), its lowest possible value",
          "nats", 0.02, 0.01, 0.0, _random_loss),
     Rule("first_loss", "difference of the loss of step 1 from ln(vocabulary)", "nats",
          1.0, 0.99, 0.0, _first_loss),

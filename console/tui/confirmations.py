@@ -174,8 +174,8 @@ def _no_resume(launch: LaunchState) -> str:
     if any(each.result == "pass" for each in launch.phases[launch.phase :]):
         return "R has nothing to resume; L launches a plan"
     name = launch.current or "the run"
-    why = f"R cannot resume it: {name} has no usable checkpoint and did not pass"
-    again = f"{command('resume', launch.path)} starts {name} again; L starts the whole plan"
+    why = f"R cannot resume it: {name} has no usable checkpoint"
+    again = f"L starts the whole plan; to start {name} again: {command('resume', launch.path)}"
     return f"{why}; {again if launch.phase else 'L launches a plan'}"
 
 
@@ -201,7 +201,9 @@ def proceed(state: RunState) -> Question:
     launch, action = state.launch, ACTIONS["proceed"]
     if launch is not None and launch.state == "running":
         name = launch.current or "a phase"
-        raise CannotAsk(f"{name} is still running; L starts nothing until it has ended; H halts it")
+        now, ends = ("stalled", "K stops") if state.state == "stalled" else (
+            "still running", "H halts")  # fmt: skip
+        raise CannotAsk(f"{name} is {now}; L starts nothing until it has ended; {ends} it")
     if launch is None or launch.state != "waiting":
         raise CannotAsk(f"{state.id} is {state.state}; no launch waits for confirmation")
     following = launch.rest[0] if launch.rest else None

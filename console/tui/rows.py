@@ -88,10 +88,10 @@ def rule(title: str, width: int, right: str = "", focused: bool = False, detail:
     """Returns the heading of a panel: a rule with a title, a detail, and a note at its end."""
     head: Row = ((f"{title} ", "focus" if focused else "title"),) if title else ()
     head = (*head, (f"{detail} ", "dim")) if detail else head
-    right = cut(right, width - width_of(head) - 3)
+    right = cut(right, width - width_of(head) - 2)
     tail = f" {right}" if right else ""
     room = width - width_of(head) - cell_len(tail)
-    if room < 2:
+    if room < 1:
         return clip(head, width)
     return (*head, ("─" * room, "line"), (tail, "dim"))
 

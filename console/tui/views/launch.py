@@ -214,8 +214,8 @@ class Launch(Scrolls, View):
                 heading += f"; plan not available ({trouble})"
         else:
             draft, when, heading = self.draft, "launch", "flags of a new launch"
-            choice = {flag_list.BETWEEN.name: draft.between} if draft.between == "go" else {}
-            planned = {flag_list.BETWEEN.name: "ask", **draft.planned}
+            choice = {flag_list.BETWEEN.name: "0"} if draft.between == "go" else {}
+            planned = {flag_list.BETWEEN.name: "1", **draft.planned}
             flags = (flag_list.BETWEEN, *registry.FLAGS.values())
             self._items = flag_list.items({}, planned, {**draft.flags, **choice}, flags)
         if live_launch(snapshot) is None and not self.draft.is_checked:
@@ -310,7 +310,7 @@ class Launch(Scrolls, View):
         phases.
         """
         if name == flag_list.BETWEEN.name:
-            self.draft.between = value or "ask"
+            self.draft.between = "go" if value == "0" else "ask"
             self.fill()
             return
         is_planned = value and registry.format_value(registry.parse(name, value)) == planned

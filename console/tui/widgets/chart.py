@@ -100,7 +100,7 @@ def _note(chart: Chart, series: Mapping[str, Points], width: int) -> str:
         layer = f"{newest[LOWEST_LAYER]:.0f}"
         if wide:
             return f"{now}mean {high}, lowest {low} in layer {layer}"
-        return f"{now}{high}" if old else f"{high} min {low} L{layer}"
+        return f"{now}{high}" if old else f"{high} ≥{low} L{layer}"
     return now + (f"{high} each" if low == high else f"{low} to {high}")
 
 

@@ -14,12 +14,8 @@ from trainers.contract.values import TRUE
 
 UNSET = "–"
 GROUP, NAME = 9, 26
-BETWEEN = Flag(
-    "between phases",
-    Key(("ask", "go"), "ask", 0, 0, "ask: wait; go: start, if gates passed"),
-    "launch.between",
-)
-"""The choice `between` of a launch, which the list of a draft shows as its first flag."""
+BETWEEN = Flag("wait for L after a phase", Key(bool, True, 0, 0, ""), "launch.between")
+"""The choice `between` of a launch, the first flag of a draft: 1 means ask, 0 means go."""
 
 
 @dataclass(frozen=True, slots=True)

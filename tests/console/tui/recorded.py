@@ -137,11 +137,12 @@ def crashed() -> RunState:
         rank(1, False, exit="exited (code 1), because of another rank"),
     )
     return running(state="crashed", why="rank 0 was killed by SIGSEGV", ranks=ranks,
-                   data_age_s=None, launch=launch("ended"))  # fmt: skip
+                   data_age_s=None, eta_s=None,
+                   launch=launch("ended", phases=phases(1, "crashed")))  # fmt: skip
 
 
 def unsupervised() -> RunState:
-    return running(state="unsupervised", why="the supervisor (pid 7) is gone; rank 0 still runs")
+    return running(state="unsupervised", why="the supervisor (pid 7) is gone; ranks 0-1 still run")
 
 
 def by_hand() -> RunState:

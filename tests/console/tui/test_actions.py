@@ -152,7 +152,7 @@ async def test_proceed_names_the_phase_and_shows_the_phase_that_starts():
 async def test_without_a_run_l_asks_once_and_launches_with_what_was_set(tmp_path):
     asked = Asked()
     async with driven(app_on(root=tmp_path, actions=asked)) as (app, pilot):
-        await play(pilot, "…✓ torch", "space", "…→ go")
+        await play(pilot, "…✓ torch", "space", "…→ 0 ")
         await play(pilot, "down", "down", "down", "space", "…* launch")
         await until(pilot, lambda: app.draft.prepared.plan.phases[0].flags != {})
         await pilot.press("L")

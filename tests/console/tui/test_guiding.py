@@ -36,7 +36,7 @@ async def test_a_plan_that_waits_is_ended_by_the_keys_that_end_a_run(key):
         assert "WAITING" in lines(app)[0]
         assert "COMPLETED" not in lines(app)[0]
         await play(pilot, key, "…Halt this launch before phase recall?")
-        assert "not started recall" in picture(app)
+        assert "then        the launch ends; not started: recall" in picture(app)
         await pilot.press("y")
         await until(pilot, lambda: bool(asked.sent))
         assert asked.sent == [(LAUNCH, "halt", {})]

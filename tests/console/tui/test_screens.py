@@ -126,7 +126,7 @@ async def test_no_run_opens_on_the_plan_with_its_checks(tmp_path):
     async with driven(app_on(root=tmp_path)) as (_, pilot):
         await see(pilot, "preflight")
         await see(pilot, "✓ torch", "no run", "plan cpu_smoke", "0-sanity", "2-recall",
-                  "between phases", "ask: wait; go: start", "26 checks")  # fmt: skip
+                  "wait for L after a phase", "26 checks")  # fmt: skip
 
 
 @pytest.mark.parametrize("size", SIZES, ids=str)
