@@ -14,9 +14,10 @@ from console.launch_options import LaunchOptions
 from console.model import OPERATOR
 from console.plan import Phase, Plan
 from console.plans import gate_check
-from console.sources import launches, liveness, process
+from console.sources import json_documents, launches, liveness, process
 from console.sources.run import RunSource
 from console.supervisor import cross_check, former_documents, launch_spec
+from trainers import manifest
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError
 
@@ -58,14 +59,26 @@ def plan(path: Path, said: Callable[[str], object]) -> tuple[Plan, dict[str, str
     phases, by_operator = _with_operator_flags(top, old.plan, index, state, said)
     run, origins = top / f"{index}-{phases[0].name}", dict(old.set_origins)
     source = RunSource(run)
-    checkpoint = source.poll().checkpoint
+    source.poll()
     for gate in source.summary.overrides if source.summary else ():
         said(f"gate {gate} is evaluated again, without its override")
-    if phases[0].is_ours and checkpoint:
+    if phases[0].is_ours and _has_checkpoint(run):
         given = {key: value for key, value in phases[0].set.items() if key != FROM_STEP}
         phases[0] = replace(phases[0], set={**given, gate_check.RESUME: str(run.absolute())})
         origins[gate_check.RESUME] = RESUME
     return replace(old.plan, phases=tuple(phases)), {**old.flag_origins, **by_operator}, origins
+
+
+def _has_checkpoint(run: Path) -> bool:
+    """Returns whether a run has a checkpoint. Raises RefusedError if this is not known."""
+    name = json_documents.latest_checkpoint(run, has_ended=True)
+    if name is None:
+        raise RefusedError(
+            f"the newest checkpoint in {run / rundir.CHECKPOINTS} is not known: the directory "
+            f"cannot be listed, or none of its newest checkpoints has a {manifest.MANIFEST}; "
+            "repair it, or move it away to start the phase at its first step"
+        )
+    return bool(name)
 
 
 def continues(options: LaunchOptions, phases: Iterable[Mapping[str, Any]]) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import pytest
 
 from console import actions, cli, rest_of_launch
 from console.actions import LaunchOptions
-from console.sources import launches
-from console.supervisor import launcher
+from console.sources import json_documents, launches
+from console.sources.run import RunSource
+from console.supervisor import launcher, run_files
 from console.supervisor.next_flags import set_words
 from tests.console.sources import directory
 from tests.launches import STUB, phase
@@ -191,6 +193,53 @@ def test_status_and_report_name_the_launches_before_and_after_a_resume(tmp_path,
 def test_the_checkpoint_from_which_a_phase_resumes_is_said(tmp_path, checkpoint, says):
     launch = ended(tmp_path, checkpoint)
     assert resumed(launch).start() == says.format(run=launch / "0-sanity")
+
+
+@pytest.mark.parametrize("latest", ["garbage", "../../etc\n", "step_00000009\n", None])
+def test_a_checkpoint_that_the_file_latest_does_not_name_is_resumed(tmp_path, latest):
+    launch = ended(tmp_path)
+    folder = launch / "0-sanity" / rundir.CHECKPOINTS
+    (folder / rundir.LATEST).unlink()
+    if latest is not None:
+        (folder / rundir.LATEST).write_text(latest)
+    found = resumed(launch).phases[0]["settings"]["checkpoint.resume"]
+    assert found["value"] == str(launch / "0-sanity")
+    state = RunSource(launch).poll()
+    assert (state.checkpoint, state.can_resume) == ("step_00000001", True)
+    assert run_files.newest_checkpoint(launch / "0-sanity") == 1
+
+
+@pytest.mark.parametrize("damage", ["not a directory", "no manifest", "too many names"])
+def test_a_phase_whose_newest_checkpoint_is_not_known_is_not_resumed_at_step_1(
+    tmp_path, damage, monkeypatch
+):
+    launch = ended(tmp_path, sets={"checkpoint.resume": "/old/0-sanity"})
+    run = launch / "0-sanity"
+    folder = run / rundir.CHECKPOINTS
+    (folder / rundir.LATEST).unlink()
+    if damage == "no manifest":
+        (folder / "step_00000001" / manifest.MANIFEST).unlink()
+    elif damage == "not a directory":
+        folder.rename(run / "moved")
+        folder.write_text("in the way")
+    else:
+        monkeypatch.setattr(json_documents, "MAX_NAMES", 4)
+        for number in range(4):
+            (folder / f"step_{number}").symlink_to("/etc")
+    with pytest.raises(RefusedError, match=f"the newest checkpoint in {folder} is not known"):
+        resumed(launch)
+    assert RunSource(run).poll().checkpoint == ""
+    assert run_files.newest_checkpoint(run) is None
+
+
+def test_an_ended_run_names_the_checkpoint_that_the_trainer_would_load(tmp_path):
+    """A save may have been killed before `latest`; a name alone is no checkpoint."""
+    launch = ended(tmp_path)
+    folder = launch / "0-sanity" / rundir.CHECKPOINTS
+    shutil.copytree(folder / "step_00000001", folder / "step_00000002")
+    for name in ("step_00000009", "step_00000008"):
+        (folder / name).symlink_to("step_00000002/nothing")
+    assert RunSource(launch).poll().checkpoint == "step_00000002"
 
 
 def test_a_launch_that_resumed_an_older_launch_resumes_from_its_own_newest_checkpoint(tmp_path):
