@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from console import actions, cli, rest_of_launch
 from console.actions import LaunchOptions
+from console.plans import catalog
 from console.sources import json_documents, launches
 from console.sources.run import RunSource
 from console.supervisor import launcher, run_files
@@ -279,6 +281,59 @@ def test_a_halted_launch_goes_on_in_the_phase_that_it_was_in(begin):
     assert [phase["phase"] for phase in found.phases] == ["two"]
     assert found.phases[0]["argv"][-1] == "100000"
     assert found.plan.watch == actions.launch_spec.load(started.path).plan.watch
+
+
+@pytest.fixture
+def moved(tmp_path, monkeypatch):
+    """An ended launch of `work`, whose config overrides the project's; the test is elsewhere.
+
+    The other directory has a config of the same name.
+    """
+    for name, every in (("work", 77), ("other", 88)):
+        config = tmp_path / name / "configs" / "tiny_cpu.yaml"
+        config.parent.mkdir(parents=True)
+        text = (catalog.PROJECT / "configs" / "tiny_cpu.yaml").read_text()
+        config.write_text(text.replace("log_every: 5", f"log_every: {every}"))
+    monkeypatch.chdir(tmp_path / "work")
+    launch = ended(tmp_path)
+    monkeypatch.chdir(tmp_path / "other")
+    return launch
+
+
+def resume_elsewhere(launch, capsys):
+    """Returns the exit code, `report.log_every`, the directory and the messages."""
+    path = os.path.relpath(launch)
+    code = cli.main(["--root", "../artifacts", "resume", path, "--dry-run", "--json"])
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    if code == 4:
+        return code, None, None, found["error"]
+    settings = found["phases"][0]["settings"]
+    return code, settings["report.log_every"]["value"], found["directory"], err.replace("\n", " ")
+
+
+def test_a_resume_from_another_directory_works_in_that_of_the_old_launch(moved, capsys, tmp_path):
+    code, every, folder, said = resume_elsewhere(moved, capsys)
+    assert (code, every, Path.cwd()) == (0, 77, tmp_path / "work")
+    assert Path(folder).resolve().parent == tmp_path / "artifacts" / "cpu_smoke"
+    assert f"the working directory of the new launch is {tmp_path / 'work'}" in said
+
+
+@pytest.mark.parametrize("own", [{}, {"config": "mine.yaml"}, {"args": ["x"]}])
+def test_without_the_directory_of_the_old_launch_only_files_of_the_project_are_used(
+    moved, capsys, tmp_path, own
+):
+    (tmp_path / "work").rename(tmp_path / "gone")
+    (tmp_path / "other" / "mine.yaml").touch()
+    for key, value in own.items():
+        directory.change_at(moved / rundir.PLAN, "phases", 0, key, to=value)
+    code, every, _, said = resume_elsewhere(moved, capsys)
+    if own:
+        assert code == 4
+        assert f"was started in {str(tmp_path / 'work')!r}, which is not a directory" in said
+        assert said.endswith("restore it, or cd to it, and resume again")
+    else:
+        assert (code, every, Path.cwd()) == (0, 5, catalog.PROJECT)
 
 
 def test_of_two_resumes_that_were_prepared_the_second_is_rejected(tmp_path, monkeypatch):
