@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -13,16 +14,38 @@ from console import access
 from console.launch_options import LaunchOptions
 from console.model import OPERATOR
 from console.plan import Phase, Plan
-from console.plans import gate_check
-from console.sources import launches, liveness, process
+from console.plans import catalog, gate_check
+from console.sources import json_documents, launches, liveness, process
 from console.sources.run import RunSource
-from console.supervisor import cross_check, former_documents, launch_spec
+from console.supervisor import cross_check, former_documents, launch_spec, launcher
+from trainers import manifest
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError
 
 RESUME = "resume"
 """The origin of the setting `checkpoint.resume` if this module sets it."""
 FROM_STEP = "checkpoint.from_step"
+
+
+def working_directory(path: Path) -> Path | None:
+    """Returns the directory in which to resume a launch, or None if it is the present one.
+
+    It is the directory in which the launch was started, because its plan may have relative paths.
+    If this cannot be used, and the plan has only files of this project, it is the project's.
+    Raises RefusedError if the plan has other files.
+    """
+    top = launches.launch_of(path) or path
+    stored = rundir.read_json(top / rundir.PLAN) or {}
+    with contextlib.suppress(OSError, ValueError):
+        if Path(jsonl.text(stored, "cwd")).samefile(Path.cwd()):
+            return None
+    try:
+        return launcher.working_directory(stored, ", or cd to it, and resume again")
+    except RefusedError:
+        for phase in launch_spec.load(top, stored).plan.phases:
+            if not phase.is_ours or phase.args or not (catalog.PROJECT / phase.config).exists():
+                raise
+        return catalog.PROJECT
 
 
 def plan(path: Path, said: Callable[[str], object]) -> tuple[Plan, dict[str, str], dict[str, str]]:
@@ -58,14 +81,26 @@ def plan(path: Path, said: Callable[[str], object]) -> tuple[Plan, dict[str, str
     phases, by_operator = _with_operator_flags(top, old.plan, index, state, said)
     run, origins = top / f"{index}-{phases[0].name}", dict(old.set_origins)
     source = RunSource(run)
-    checkpoint = source.poll().checkpoint
+    source.poll()
     for gate in source.summary.overrides if source.summary else ():
         said(f"gate {gate} is evaluated again, without its override")
-    if phases[0].is_ours and checkpoint:
+    if phases[0].is_ours and _has_checkpoint(run):
         given = {key: value for key, value in phases[0].set.items() if key != FROM_STEP}
         phases[0] = replace(phases[0], set={**given, gate_check.RESUME: str(run.absolute())})
         origins[gate_check.RESUME] = RESUME
     return replace(old.plan, phases=tuple(phases)), {**old.flag_origins, **by_operator}, origins
+
+
+def _has_checkpoint(run: Path) -> bool:
+    """Returns whether a run has a checkpoint. Raises RefusedError if this is not known."""
+    name = json_documents.latest_checkpoint(run, has_ended=True)
+    if name is None:
+        raise RefusedError(
+            f"the newest checkpoint in {run / rundir.CHECKPOINTS} is not known: the directory "
+            f"cannot be listed, or none of its newest checkpoints has a {manifest.MANIFEST}; "
+            "repair it, or move it away to start the phase at its first step"
+        )
+    return bool(name)
 
 
 def continues(options: LaunchOptions, phases: Iterable[Mapping[str, Any]]) -> dict[str, str]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -52,22 +54,26 @@ def step_of(path: Path) -> int | None:
     return int(match.group(1) or match.group(2)) if match else None
 
 
-def newest_first(run: Path) -> list[Path]:
+def newest_first(run: Path, limit: int = sys.maxsize) -> list[Path]:
     """Returns the checkpoint directories of a run, the highest step first; [] if there are none.
 
     The result includes a checkpoint that an interrupted save renamed and did not replace. Raises
-    CheckpointError if the folder cannot be listed.
+    CheckpointError if the folder cannot be listed, or has `limit` entries or more.
     """
     folder = run / rundir.CHECKPOINTS
     try:
-        there = {path.name: path for path in folder.iterdir()}
+        with os.scandir(folder) as entries:
+            there = {entry.name for entry in itertools.islice(entries, limit)}
     except FileNotFoundError:
         return []
     except OSError as error:
         raise CheckpointError(f"cannot list the checkpoints in {folder}: {error}") from error
+    if len(there) >= limit:
+        raise CheckpointError(f"{folder} has {limit} entries or more")
     found = [
-        path for name, path in there.items()
-        if step_of(path) is not None and (not name.endswith(ASIDE) or _original(path) not in there)
+        path for path in map(folder.joinpath, there)
+        if step_of(path) is not None
+        and (not path.name.endswith(ASIDE) or _original(path) not in there)
     ]  # fmt: skip
     return sorted(found, key=lambda path: step_of(path) or 0, reverse=True)
 

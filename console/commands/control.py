@@ -66,12 +66,19 @@ def resume(options: argparse.Namespace) -> int:
         if not (options.yes or options.dry_run):
             raise RefusedError(f"{text}; resume that launch, or add --yes to resume this one")
         print_error(f"warning: {text}")
-    return _begin(LaunchOptions(resume=path, again=options.yes, root=options.root), options)
+    root, note, folder = options.root, "", rest_of_launch.working_directory(path)
+    if folder is not None:
+        path, root = path.absolute(), root.absolute()
+        note = f"the working directory of the new launch is {folder}"
+        os.chdir(folder)
+    return _begin(LaunchOptions(resume=path, again=options.yes, root=root), options, note)
 
 
-def _begin(chosen: LaunchOptions, options: argparse.Namespace) -> int:
+def _begin(chosen: LaunchOptions, options: argparse.Namespace, note: str = "") -> int:
     chosen = replace(chosen, measure=False) if options.dry_run else chosen
     prepared = actions.prepare(chosen, print_error)
+    if note and prepared.ok:
+        print_error(note)
     if options.dry_run:
         show(options.json, prepared.as_dict(), prepared.lines())
         return 0 if prepared.ok else 1

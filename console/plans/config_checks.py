@@ -34,8 +34,8 @@ KEYS = {
 STATISTICS = "report.disable_aux_stats"
 RECORDS_BYTES = 1 << 30
 """Space for the records and logs of a launch."""
-STATE_BYTES = 16
-"""Bytes per parameter on a GPU: weight, gradient and two moments in fp32."""
+STATE_VALUES = 4
+"""Values per parameter on a GPU: weight, gradient and two moments."""
 NEARLY_FULL = 0.9
 
 
@@ -238,11 +238,14 @@ def _least_bytes(case: Case, index: int) -> int:
                     "model.mlp_hidden", "model.vocab_size", "train.precision", "train.recompute",
                     "train.strategy")
     )  # fmt: skip
-    ranks = case.plan.phases[index].nproc if strategy == "fsdp" else 1
-    state = STATE_BYTES * _figures(case, index).parameters // ranks
+    nproc = case.plan.phases[index].nproc
+    shards = nproc // case.value(index, "fsdp.replicas") if strategy == "fsdp" else 1
+    if strategy == "ddp" and nproc > 1 and case.value(index, "ddp.disable_gc"):
+        recompute = "none"
+    weight, value = {"fp64": (8, 8), "bf16": (4, 2), "fp16": (4, 2)}.get(precision, (4, 4))
+    state = STATE_VALUES * weight * _figures(case, index).parameters // max(1, shards)
     of_layer = 8 * dim + 3 * hidden if recompute == "none" else dim
-    value = 2 if precision in ("bf16", "fp16") else 4
-    return state + batch * sequence * (layers * of_layer * value + vocabulary * 8)
+    return state + batch * sequence * (layers * of_layer * value + 2 * vocabulary * weight)
 
 
 def data(case: Case) -> Found:

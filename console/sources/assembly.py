@@ -115,7 +115,10 @@ class Assembly:
             skipped_records=records.files.skipped,
             skipped_in="" if records.files.has_all_records else IN_RECENT,
             behind_bytes=self.behind_bytes, directory_blocked_s=self._blocked_s,
-            checkpoint="" if self.is_away else json_documents.latest_checkpoint(self.run),
+            checkpoint=(
+                "" if self.is_away
+                else json_documents.latest_checkpoint(self.run, self._has_ended) or ""
+            ),
             resumed_step=max((head.first_step - 1 for head in records.heads.values()), default=0),
             environment=json_documents.flag_field(run_json, "value"),
             origins=json_documents.flag_field(run_json, "origin"),

@@ -49,7 +49,7 @@ class GateFiles:
 
 def read(run: Path, attempts: int, world: int) -> GateFiles:
     """Returns facts from the logs, the newest checkpoint and an earlier phase."""
-    name, left = json_documents.latest_checkpoint(run), ""
+    name, left = json_documents.latest_checkpoint(run) or "", ""
     size_bytes = 0
     if name:
         size_bytes, left = _size(run / rundir.CHECKPOINTS / name, run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -11,11 +12,14 @@ from typing import Any, TypeVar, get_args, get_type_hints
 
 from console.model import CLOCK_S, LEVELS, RESULTS, Gate, Gpu, Level, Result, State, Sure, Verdict
 from console.sources.sanitize import clean
+from trainers import manifest
 from trainers.contract import VERSION, flags, jsonl, rundir
 from trainers.contract.jsonl import entries
 
 T = TypeVar("T")
 MAX_GPUS, STEPS = 1024, "train.steps"
+MAX_NAMES, MAX_TRIED = 10_000, 16
+"""Limits of the search for a checkpoint: entries of the directory, and checkpoints tried."""
 
 
 class Document:
@@ -168,8 +172,25 @@ def backend(env: Mapping[str, Any]) -> str:
     return clean(backend, 200) if isinstance(backend, str) else ""
 
 
-def latest_checkpoint(run: Path) -> str:
-    """Returns the name of the newest complete checkpoint, from the file `latest`, or ""."""
-    data = jsonl.read_bytes(run / rundir.CHECKPOINTS / rundir.LATEST, 200, below=run)
+def latest_checkpoint(run: Path, has_ended: bool = False) -> str | None:
+    """Returns the name of the newest complete checkpoint; "" without one, None if not known.
+
+    In a run that has not ended, the file `latest` suffices if the checkpoint that it names is
+    complete. Otherwise the directory is listed, as the trainer does for a resume. A checkpoint
+    without a manifest, for example of a foreign program, counts only if `latest` names it.
+    """
+    folder, found = run / rundir.CHECKPOINTS, None
+    data = jsonl.read_bytes(folder / rundir.LATEST, 200, below=run)
     name = data.decode("ascii", "replace").strip()
-    return name if name.startswith("step_") and name.replace("_", "").isalnum() else ""
+    named = name if name.startswith("step_") and name.replace("_", "").isalnum() else ""
+    if named and not has_ended and jsonl.size_bytes(folder / named / manifest.MANIFEST):
+        return named
+    with contextlib.suppress(manifest.CheckpointError):
+        found = manifest.newest_first(run, MAX_NAMES)
+    for path in (found or [])[:MAX_TRIED]:
+        if jsonl.size_bytes(path / manifest.MANIFEST):
+            return manifest.name_of(manifest.step_of(path) or 0)
+    with contextlib.suppress(OSError):
+        if named and (folder / named).is_dir():
+            return named
+    return "" if found == [] else None

@@ -213,7 +213,7 @@ def adopt(directory: Path, operator: Settings, sure: bool = False) -> str:
         raise RefusedError(f"{directory} contains no launch to adopt")
     launch = jsonl.text(plan, "launch", "?")[:200]
     state = _adoptable_state(directory, launch, sure)
-    cwd, runs = _working_directory(plan, launch), launches.run_directories(directory)
+    cwd, runs = working_directory(plan, ", and adopt again"), launches.run_directories(directory)
     newest = former_documents.document(runs[-1], rundir.RUN) if runs else {}
     gate_check.check_former(directory, plan, state)
     claim = Claim(directory, adopt=True)
@@ -267,10 +267,11 @@ def _adoptable_state(directory: Path, launch: str, sure: bool) -> dict[str, Any]
     return state
 
 
-def _working_directory(plan: Mapping[str, Any], launch: str) -> Path:
+def working_directory(plan: Mapping[str, Any], advice: str) -> Path:
     """Returns the directory in which a launch was started; its plan may have relative paths.
 
-    Raises RefusedError if the path is no directory of this user or of root.
+    `plan` is the content of plan.json. Raises RefusedError, with an `advice`, if the path is no
+    directory of this user or of root.
     """
     cwd = Path(jsonl.text(plan, "cwd"))
     with contextlib.suppress(OSError, ValueError):
@@ -279,8 +280,8 @@ def _working_directory(plan: Mapping[str, Any], launch: str) -> Path:
         if is_ours and cwd.is_absolute():
             return cwd
     raise RefusedError(
-        f"{launch} was started in {str(cwd)!r}, which is not a directory of yours or of root; "
-        "restore it, and adopt again"
+        f"{jsonl.text(plan, 'launch', '?')[:200]} was started in {str(cwd)!r}, which is not a "
+        f"directory of yours or of root; restore it{advice}"
     )
 
 

@@ -63,16 +63,9 @@ class FinalRead:
 
 def newest_checkpoint(run: Path) -> int | None:
     """Returns the newest complete checkpoint's step; 0 if there is none, None if not known."""
-    try:
-        os.lstat(run / rundir.CHECKPOINTS / rundir.LATEST)
-    except FileNotFoundError:
-        return 0
-    except OSError:
-        return None
     name = json_documents.latest_checkpoint(run)
-    step = name.removeprefix("step_")
-    exists = step.isdecimal() and (run / rundir.CHECKPOINTS / name).is_dir()
-    return int(step) if exists else None
+    step = "0" if name == "" else (name or "").removeprefix("step_")
+    return int(step) if step.isdecimal() else None
 
 
 class Disk:
@@ -92,7 +85,7 @@ class Disk:
         found = {
             "free_gib": round(space.f_bavail * gib, 2), "total_gib": round(space.f_blocks * gib, 2),
         }  # fmt: skip
-        name = json_documents.latest_checkpoint(self._run)
+        name = json_documents.latest_checkpoint(self._run) or ""
         if name and name != self._latest:
             self._latest, self._latest_gib = name, 0.0
             folder = self._run / rundir.CHECKPOINTS / name

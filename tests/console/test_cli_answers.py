@@ -242,7 +242,7 @@ def test_a_halted_run_says_how_to_go_on_from_its_checkpoint(tmp_path, capsys, mo
     run = directory.run(launch / "0-first", state="halted", why=why)
     assert f"no go; toy/0-first: {why}\n" in said(capsys, "check", launch)[1]
     assert "resume" not in said(capsys, "status", launch)[1]
-    (run / rundir.CHECKPOINTS).mkdir()
+    (run / rundir.CHECKPOINTS / "step_00000088").mkdir(parents=True)
     (run / rundir.CHECKPOINTS / rundir.LATEST).write_text("step_00000088\n")
     monkeypatch.setattr("sys.argv", ["bin/nsa-console"])
     sentence = f"to resume, run: bin/nsa-console resume {launch}\n"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +12,10 @@ import pytest
 
 from console import actions, cli, rest_of_launch
 from console.actions import LaunchOptions
-from console.sources import launches
-from console.supervisor import launcher
+from console.plans import catalog
+from console.sources import json_documents, launches
+from console.sources.run import RunSource
+from console.supervisor import launcher, run_files
 from console.supervisor.next_flags import set_words
 from tests.console.sources import directory
 from tests.launches import STUB, phase
@@ -193,6 +197,53 @@ def test_the_checkpoint_from_which_a_phase_resumes_is_said(tmp_path, checkpoint,
     assert resumed(launch).start() == says.format(run=launch / "0-sanity")
 
 
+@pytest.mark.parametrize("latest", ["garbage", "../../etc\n", "step_00000009\n", None])
+def test_a_checkpoint_that_the_file_latest_does_not_name_is_resumed(tmp_path, latest):
+    launch = ended(tmp_path)
+    folder = launch / "0-sanity" / rundir.CHECKPOINTS
+    (folder / rundir.LATEST).unlink()
+    if latest is not None:
+        (folder / rundir.LATEST).write_text(latest)
+    found = resumed(launch).phases[0]["settings"]["checkpoint.resume"]
+    assert found["value"] == str(launch / "0-sanity")
+    state = RunSource(launch).poll()
+    assert (state.checkpoint, state.can_resume) == ("step_00000001", True)
+    assert run_files.newest_checkpoint(launch / "0-sanity") == 1
+
+
+@pytest.mark.parametrize("damage", ["not a directory", "no manifest", "too many names"])
+def test_a_phase_whose_newest_checkpoint_is_not_known_is_not_resumed_at_step_1(
+    tmp_path, damage, monkeypatch
+):
+    launch = ended(tmp_path, sets={"checkpoint.resume": "/old/0-sanity"})
+    run = launch / "0-sanity"
+    folder = run / rundir.CHECKPOINTS
+    (folder / rundir.LATEST).unlink()
+    if damage == "no manifest":
+        (folder / "step_00000001" / manifest.MANIFEST).unlink()
+    elif damage == "not a directory":
+        folder.rename(run / "moved")
+        folder.write_text("in the way")
+    else:
+        monkeypatch.setattr(json_documents, "MAX_NAMES", 4)
+        for number in range(4):
+            (folder / f"step_{number}").symlink_to("/etc")
+    with pytest.raises(RefusedError, match=f"the newest checkpoint in {folder} is not known"):
+        resumed(launch)
+    assert RunSource(run).poll().checkpoint == ""
+    assert run_files.newest_checkpoint(run) is None
+
+
+def test_an_ended_run_names_the_checkpoint_that_the_trainer_would_load(tmp_path):
+    """A save may have been killed before `latest`; a name alone is no checkpoint."""
+    launch = ended(tmp_path)
+    folder = launch / "0-sanity" / rundir.CHECKPOINTS
+    shutil.copytree(folder / "step_00000001", folder / "step_00000002")
+    for name in ("step_00000009", "step_00000008"):
+        (folder / name).symlink_to("step_00000002/nothing")
+    assert RunSource(launch).poll().checkpoint == "step_00000002"
+
+
 def test_a_launch_that_resumed_an_older_launch_resumes_from_its_own_newest_checkpoint(tmp_path):
     older = {"checkpoint.resume": "/old/0-sanity", "checkpoint.from_step": "7"}
     launch = ended(tmp_path, sets=older)
@@ -230,6 +281,59 @@ def test_a_halted_launch_goes_on_in_the_phase_that_it_was_in(begin):
     assert [phase["phase"] for phase in found.phases] == ["two"]
     assert found.phases[0]["argv"][-1] == "100000"
     assert found.plan.watch == actions.launch_spec.load(started.path).plan.watch
+
+
+@pytest.fixture
+def moved(tmp_path, monkeypatch):
+    """An ended launch of `work`, whose config overrides the project's; the test is elsewhere.
+
+    The other directory has a config of the same name.
+    """
+    for name, every in (("work", 77), ("other", 88)):
+        config = tmp_path / name / "configs" / "tiny_cpu.yaml"
+        config.parent.mkdir(parents=True)
+        text = (catalog.PROJECT / "configs" / "tiny_cpu.yaml").read_text()
+        config.write_text(text.replace("log_every: 5", f"log_every: {every}"))
+    monkeypatch.chdir(tmp_path / "work")
+    launch = ended(tmp_path)
+    monkeypatch.chdir(tmp_path / "other")
+    return launch
+
+
+def resume_elsewhere(launch, capsys):
+    """Returns the exit code, `report.log_every`, the directory and the messages."""
+    path = os.path.relpath(launch)
+    code = cli.main(["--root", "../artifacts", "resume", path, "--dry-run", "--json"])
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    if code == 4:
+        return code, None, None, found["error"]
+    settings = found["phases"][0]["settings"]
+    return code, settings["report.log_every"]["value"], found["directory"], err.replace("\n", " ")
+
+
+def test_a_resume_from_another_directory_works_in_that_of_the_old_launch(moved, capsys, tmp_path):
+    code, every, folder, said = resume_elsewhere(moved, capsys)
+    assert (code, every, Path.cwd()) == (0, 77, tmp_path / "work")
+    assert Path(folder).resolve().parent == tmp_path / "artifacts" / "cpu_smoke"
+    assert f"the working directory of the new launch is {tmp_path / 'work'}" in said
+
+
+@pytest.mark.parametrize("own", [{}, {"config": "mine.yaml"}, {"args": ["x"]}])
+def test_without_the_directory_of_the_old_launch_only_files_of_the_project_are_used(
+    moved, capsys, tmp_path, own
+):
+    (tmp_path / "work").rename(tmp_path / "gone")
+    (tmp_path / "other" / "mine.yaml").touch()
+    for key, value in own.items():
+        directory.change_at(moved / rundir.PLAN, "phases", 0, key, to=value)
+    code, every, _, said = resume_elsewhere(moved, capsys)
+    if own:
+        assert code == 4
+        assert f"was started in {str(tmp_path / 'work')!r}, which is not a directory" in said
+        assert said.endswith("restore it, or cd to it, and resume again")
+    else:
+        assert (code, every, Path.cwd()) == (0, 5, catalog.PROJECT)
 
 
 def test_of_two_resumes_that_were_prepared_the_second_is_rejected(tmp_path, monkeypatch):

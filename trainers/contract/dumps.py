@@ -173,7 +173,8 @@ class StackDumper:
     def _save(self) -> None:
         """Copies new dumps from `live`, and the newest flight record if any, to the run directory.
 
-        Keeps the eight newest flight records of this rank.
+        Keeps the eight newest flight records of this rank. Records whose time is later than
+        that of the new record, from before the clock was set back, are removed first.
         """
         self._copy_is_queued, (at_ns, record) = False, self._flight
         if self._path != self._archive:
@@ -184,7 +185,8 @@ class StackDumper:
         if record:
             name = f"flight_rank{self._rank}_{at_ns // 1_000_000}.json"
             rundir.write_atomic(self._run / name, record)
-            for old in sorted(self._run.glob(f"flight_rank{self._rank}_*.json"))[:-8]:
+            found = self._run.glob(f"flight_rank{self._rank}_*.json")
+            for old in sorted(found, key=lambda path: (path.name <= name, path.name))[:-8]:
                 old.unlink(missing_ok=True)
 
     def _threads_text(self) -> str:

@@ -280,6 +280,32 @@ def test_a_phase_that_cannot_fit_into_a_gpu_is_refused(tmp_path):
     assert less != row("gpu memory", tmp_path, large, **gpus, **production)[1]
 
 
+FSDP, NO_GC = {"train.strategy": "fsdp"}, {"ddp.disable_gc": "true"}
+FP64 = {"train.precision": "fp64", "train.batch_size": "1"}
+FP32 = {"train.precision": "fp32", "train.batch_size": "2"}
+ALL = {"train.recompute": "all"}
+
+
+@pytest.mark.parametrize(
+    ("nproc", "sets", "like_nproc", "like"),
+    [
+        (8, FSDP | {"fsdp.replicas": "4"}, 2, FSDP), (2, FSDP | FP64, 1, FP32),
+        (2, ALL | NO_GC, 2, {"train.recompute": "none"}), (1, ALL | NO_GC, 1, ALL),
+        (2, FSDP | ALL | NO_GC, 2, FSDP | ALL),
+    ],
+)  # fmt: skip
+def test_the_memory_that_a_phase_needs_follows_its_replicas_precision_and_recompute(
+    tmp_path, nproc, sets, like_nproc, like
+):
+    phase = {"config": "configs/m7c_125m_2xa100_production.yaml"}
+    found = [
+        row("gpu memory", tmp_path, {"train.strategy": "ddp"} | given, gpus=ranks,
+            assume=f"{ranks}xA100-40", phase=phase | {"nproc": ranks})
+        for ranks, given in ((nproc, sets), (like_nproc, like))
+    ]  # fmt: skip
+    assert found[0] == found[1]
+
+
 def test_settings_of_nccl_that_slow_it_down_are_warnings(tmp_path):
     flags = {"NCCL_DEBUG": "INFO", "NCCL_P2P_DISABLE": 1, "NCCL_PROTO": "LL,Simple"}
     result, text = gpu_checks.nccl(bare(tmp_path, gpus=2, flags=flags))

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -52,25 +53,43 @@ recorder = types.SimpleNamespace(_dump_fr_trace_json=lambda *_: sys.argv[2].enco
 sys.modules["torch"] = types.SimpleNamespace(
     _C=types.SimpleNamespace(_distributed_c10d=recorder)
 )
-run = Path(sys.argv[1])
-dumper = StackDumper(run, None, 0, lambda work: (time.sleep(1), work()))
+run, saved = Path(sys.argv[1]), []
+delay_s, count = float(sys.argv[3]), int(sys.argv[4])
+later = lambda work: (time.sleep(delay_s), work(), saved.append(work))
+dumper = StackDumper(run, None, 0, later)
 dumper.install()
-os.kill(os.getpid(), signal.SIGUSR1)
-while not list(run.glob("flight_rank0_*.json")):
-    time.sleep(0.01)
+for number in range(count):
+    os.kill(os.getpid(), signal.SIGUSR1)
+    while len(saved) <= number:
+        time.sleep(0.01)
 dumper.uninstall()
 """
 
 
+def dump(run: Path, delay_s: float, count: int) -> None:
+    """Makes a process dump; each dump is saved `delay_s` after it was written."""
+    document = json.dumps({"version": "2.10", "entries": [entry(profiling_name="gloo:barrier")]})
+    words = [sys.executable, "-c", DUMPED, run, document, delay_s, count]
+    subprocess.run([*map(str, words)], check=True, timeout=300, cwd=ROOT)
+
+
 def test_a_record_has_the_time_of_the_dump_and_not_of_its_copy(tmp_path):
     """The record is copied one second after the dump."""
-    document = json.dumps({"version": "2.10", "entries": [entry(profiling_name="gloo:barrier")]})
-    subprocess.run(
-        [sys.executable, "-c", DUMPED, str(tmp_path), document], check=True, timeout=300, cwd=ROOT
-    )
+    dump(tmp_path, 1.0, 1)
     found = flight.latest(tmp_path, (0,))[0]
     assert set(found.last_enqueued) == {"gloo 0 default_pg"}
     assert Path(found.path).stat().st_mtime - found.ts > 0.9
+
+
+def test_a_record_is_kept_after_the_clock_was_set_back(tmp_path):
+    ahead = [
+        tmp_path / f"flight_rank0_{time.time_ns() // 10**6 + 10**7 + i}.json" for i in range(8)
+    ]
+    for path in ahead:
+        path.touch()
+    dump(tmp_path, 0.01, 3)
+    kept = set(tmp_path.glob("flight_rank0_*.json"))
+    assert (len(kept), kept & set(ahead)) == (8, set(ahead[3:]))
 
 
 def entry(**changes: Any) -> dict[str, Any]:
