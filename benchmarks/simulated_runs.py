@@ -14,6 +14,7 @@ from console.diagnose.rank_evidence import RankEvidence
 from console.diagnose.readings import Readings
 from console.model import Gpu
 from console.sources.pace import LAST_GAPS, UNIFORM_NATS, Pace
+from console.sources.procfs import HOST_MEMORY, Memory
 
 HOUR_S, SICK_AT_S = 3600, 3600.0
 COLLECTIVE_TIMEOUT_S = 1795.0
@@ -219,7 +220,7 @@ def moments(run: Run, hours: float, every_s: int = 1) -> Iterator[Readings]:
             mono=now, ts=1.8e9 + now + 0.2 * math.sin(now / 5000), ranks=seen, env=run.env,
             fresh=[progress for pace in run.paces for progress in pace.take_fresh()],
             progress={rank: p for rank, pace in enumerate(run.paces) if (p := pace.progress)},
-            rss_mib=rss,
-            host_total_mib=512_000, host_free_mib=400_000 - sum(rss.values()), gpus=gpus,
+            rss_mib=rss, gpus=gpus,
+            memory=(Memory(HOST_MEMORY, 512_000, 400_000 - sum(rss.values())),),
             disk_free_gib=300 + 50 * math.sin(now / 7000), checkpoint_gib=1.5, stall_doubt="",
         )  # fmt: skip

@@ -171,7 +171,7 @@ SICK: dict[str, Spoil] = {
     "gate_collapse": _in_records(gate_entropy_mean=0.05, gate_collapse_frac=0.9),
     "gate_never_learned": _in_records(gate_entropy_mean=1.098),
     "memory_growth": _with(rss_mib=lambda now: dict.fromkeys(now.rss_mib, 9000 + 60 * now.mono)),
-    "memory_ceiling": _with(host_free_mib=lambda now: 9000.0),
+    "memory_ceiling": _with(memory=lambda now: (now.memory[0]._replace(free_mib=9000.0),)),
     "gpu_memory_ceiling": _gpu(mem_used_mib=81_500.0),
     "loader_slow": _slower(3.0),
     "gpu_lost": _gpu(state="lost", why="lost: GPU is lost"),

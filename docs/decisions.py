@@ -150,7 +150,9 @@ TABLE: tuple[Decision, ...] = (
     Decision("verdict-exited-early", "verdict", "say that a rank exited before the others",
              ("The exit is seen through the pidfd of the process.",
               "The pulses of the other ranks are at a later step and do not change."),
-             "The confidence is at most medium.", "The confidence is at most medium."),
+             "The confidence is at most medium.",
+             "The confidence is at most medium, also if the evidence names a rank that runs. The "
+             "positions of the ranks are no such evidence."),
     Decision("verdict-cause", "verdict", "name the cause of a stall from the collected evidence",
              (("The evidence names the ranks to blame. There are five sources: flight records, "
                "stacks, processes in /proc, GPUs, positions of the ranks. One of these is true:",

@@ -17,6 +17,7 @@ from console.diagnose.rank_evidence import OVERDUE, PAUSES, RankEvidence
 from console.diagnose.truth_history import TruthHistory
 from console.model import Gpu
 from console.sources.pace import LAST_GAPS, Progress
+from console.sources.procfs import Memory
 from trainers.contract import jsonl
 
 NEAR_UNIFORM = 0.99
@@ -48,8 +49,7 @@ class Readings:
     fresh: Sequence[Progress] = ()
     progress: Mapping[int, Progress] = field(default_factory=dict)
     rss_mib: Mapping[int, float] = field(default_factory=dict)
-    host_total_mib: float | None = None
-    host_free_mib: float | None = None
+    memory: tuple[Memory, ...] = ()
     gpus: tuple[Gpu, ...] = ()
     disk_free_gib: float | None = None
     checkpoint_gib: float | None = None

@@ -123,25 +123,29 @@ def _gate_never_learned(_now: Readings, history: History, _watch: Watch) -> Meas
 
 def _memory_growth(now: Readings, history: History, _watch: Watch) -> Measured | None:
     by_rank = {rank: mib_s for rank, mib_s in history.growth_mib_s.items() if rank in now.rss_mib}
-    if not by_rank or now.host_free_mib is None:
+    least = min(now.memory, key=lambda each: each.free_mib, default=None)
+    if not by_rank or least is None:
         return None
     growth = math.fsum(by_rank.values())
     if growth <= 0:
         return Measured(1e9)
-    left = now.host_free_mib / growth
+    left = least.free_mib / growth
     text = (
         f"the memory of the ranks grows by {growth * 60:.0f} MiB a minute (fastest: rank "
-        f"{max(by_rank, key=lambda rank: by_rank[rank])}); the host's memory may be full in "
+        f"{max(by_rank, key=lambda rank: by_rank[rank])}); {least.name} may be full in "
         f"{left / 60:.0f} min"
     )
     return Measured(left, text)
 
 
 def _memory_ceiling(now: Readings, _history: History, _watch: Watch) -> Measured | None:
-    if not now.host_total_mib or now.host_free_mib is None:
+    shares = [
+        (1 - each.free_mib / each.total_mib, each.name) for each in now.memory if each.total_mib
+    ]
+    if not shares:
         return None
-    used = 1 - now.host_free_mib / now.host_total_mib
-    return Measured(used, f"{used:.0%} of the host's memory is in use")
+    used, name = max(shares)
+    return Measured(used, f"{used:.0%} of {name} is in use")
 
 
 def _gpu_memory_ceiling(now: Readings, history: History, _watch: Watch) -> Measured | None:
@@ -327,10 +331,11 @@ TABLE: tuple[Rule, ...] = (
          anomaly="gate_collapse"),
     Rule("gate_never_learned", "entropy of the attention gate within 1 % of its maximum", "steps",
          1000, 0, 0.0, _gate_never_learned),
-    Rule("memory_growth", "time until the host's memory is full, at the present growth", "s",
-         3600, 7200, 120.0, _memory_growth),
-    Rule("memory_ceiling", "share of the host's memory in use", "share",
-         0.95, 0.92, 30.0, _memory_ceiling, _by_kernel),
+    Rule("memory_growth",
+         "time until the host's memory, or the limit of the cgroup, is full at the present growth",
+         "s", 3600, 7200, 120.0, _memory_growth),
+    Rule("memory_ceiling", "share of the host's memory, or of the limit of the cgroup, in use",
+         "share", 0.95, 0.92, 30.0, _memory_ceiling, _by_kernel),
     Rule("gpu_memory_ceiling", "share of a GPU's memory in use", "share",
          0.985, 0.97, 60.0, _gpu_memory_ceiling),
     Rule("loader_slow", "share of fetch in the step time", "share", 0.5, 0.4, 120.0, _loader_slow),

@@ -63,13 +63,15 @@ def explain(moment: Moment, evidence: Evidence) -> Verdict:
     """Returns the verdict on a stall: its cause, the evidence for and against it, the next step.
 
     A rank whose pulse is ignored (`doubt`) is never blamed. If there is such a rank, the evidence
-    is not used; the confidence is then "low", except for a cause in `KERNEL_CAUSES`.
+    is not used; the confidence is then "low". But a cause in `KERNEL_CAUSES` stays if the evidence
+    gives the same cause, and then has the confidence that this evidence allows.
     """
+    full = _explain(moment, evidence)
     if not moment.doubtful:
-        return _explain(moment, evidence)
+        return full
     found = _explain(moment, NO_EVIDENCE)
-    if found.cause in KERNEL_CAUSES:
-        return found
+    if found.cause in KERNEL_CAUSES and found.cause == full.cause:
+        return full
     sentence = f"{found.sentence}; {unusable_pulses(moment.doubtful)}"
     return replace(found, sure="low", sentence=sentence)
 
@@ -78,8 +80,12 @@ def _explain(moment: Moment, evidence: Evidence) -> Verdict:
     stall, slow = Stall(moment, evidence), moment.slowest[0]
     early = [each for each in moment.exited if each.step <= slow.step]
     # A rank that saves or exits does not wait for a rank that exited.
-    if early and slow.phase not in ENDING_PHASES and not any(s.cannot_run for s in stall.suspects):
-        return _exited_early(stall, early)
+    if slow.phase in ENDING_PHASES or any(each.cannot_run for each in stall.suspects):
+        early = []
+    # The positions name a running rank even if it waits for the rank that exited.
+    contrary = sum(bool(each.ranks) and each.source != "positions" for each in stall.signs)
+    if early and contrary < 2:
+        return _exited_early(stall, early, contrary > 0)
     culprits = _culprits(stall)
     if not culprits:
         return _alike(stall)
@@ -91,6 +97,8 @@ def _explain(moment: Moment, evidence: Evidence) -> Verdict:
     sure = _sure(culprits, cause, stall)
     if alone and cause is None and why_unconfirmed(moment.running, moment.watch):
         sure = "low"
+    if early and sure == "high":
+        sure = "medium"
     everyone = len(culprits) == len(moment.running) > 1
     calls = stall.difference.text if stall.difference.kind in ("behind", "mismatch") else ""
     native = of.where.kind == "native" and of.main.kind == "futex"
@@ -115,11 +123,14 @@ def _advice(cause: Cause | None, evidence: Evidence) -> str:
     return BEING_READ if evidence is COLLECTING else LOOK_AT_STACKS
 
 
-def _exited_early(stall: Stall, early: Sequence[RankEvidence]) -> Verdict:
-    """Returns the verdict on ranks that exited before the others were done."""
+def _exited_early(stall: Stall, early: Sequence[RankEvidence], is_disputed: bool) -> Verdict:
+    """Returns the verdict on ranks that exited before the others were done.
+
+    `is_disputed` says that a source names a rank that still runs.
+    """
     moment = stall.moment
     slow, first = moment.slowest[0], min(early, key=lambda each: (each.step, each.rank))
-    certain = first.step < slow.step and first.state in ENDED_STATES
+    certain = first.step < slow.step and first.state in ENDED_STATES and not is_disputed
     verdict = _verdict(
         moment, first, "exited-early", "high" if certain else "medium",
         f"{_exits(early)} at step {first.step} before the other ranks",

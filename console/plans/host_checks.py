@@ -45,8 +45,10 @@ SESSION, USER_MANAGER = "/session-", "/user@"
 
 def cores(case: Case) -> Found:
     """Warns if the largest phase has more ranks than there are usable cores."""
-    cores = len(os.sched_getaffinity(0))
-    text = f"{counted(case.nproc, 'process')} on {counted(cores, 'core')}"
+    usable, limit = len(os.sched_getaffinity(0)), procfs.limit_of_cores()
+    cores = min(usable, limit or usable)
+    source = " (limit of the cgroup)" if cores < usable else ""
+    text = f"{counted(case.nproc, 'process')} on {counted(cores, 'core')}{source}"
     if case.nproc > cores:
         return "unknown", f"{text}: they share cores and run slower"
     return "pass", text
@@ -54,14 +56,14 @@ def cores(case: Case) -> Found:
 
 def memory(case: Case) -> Found:
     """Checks that each rank of the largest phase can have `LEAST_MEMORY_GIB_PER_RANK`."""
-    _, free_mib = process.host_memory_mib()
-    if free_mib is None:
+    least = min(procfs.memories(), key=lambda each: each.free_mib, default=None)
+    if least is None:
         return "unknown", "the free memory of this host is not available"
-    free = free_mib / 1024
-    needed = LEAST_MEMORY_GIB_PER_RANK * case.nproc
+    free, needed = least.free_mib / 1024, LEAST_MEMORY_GIB_PER_RANK * case.nproc
+    text = f"{free:.1f} GiB of {least.name} is free"
     if free < needed:
-        return "fail", f"{free:.1f} GiB of memory is free; the ranks need {needed:.1f} GiB"
-    return "pass", f"{free:.1f} GiB free"
+        return "fail", f"{text}; the ranks need {needed:.1f} GiB"
+    return "pass", text
 
 
 def clock(case: Case) -> Found:

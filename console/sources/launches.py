@@ -85,13 +85,43 @@ def _stamped(stamp: str) -> float:
 
 
 def run_directories(launch: Path) -> list[Path]:
-    """Returns the runs of a launch in the order of their phases."""
-    found = []
+    """Returns the runs of a launch in the order of their phases, without copies (`_is_copy`).
+
+    Runs whose name is not that of a phase in plan.json come first.
+    """
+    found, planned = [], _planned(launch)
     for name in _names(launch):
         index, dash, _ = name.partition("-")
-        if dash and index.isdecimal() and (launch / name).is_dir() and is_run(launch / name):
-            found.append((int(index), launch / name))
-    return [path for _, path in sorted(found)]
+        run = launch / name
+        if dash and index.isdecimal() and run.is_dir() and is_run(run) and not _is_copy(run):
+            found.append((name in planned, int(index), run))
+    return [path for _, _, path in sorted(found)]
+
+
+def _planned(launch: Path) -> frozenset[str]:
+    """Returns the names of the run directories of all phases in plan.json."""
+    path = launch / rundir.PLAN
+    return _run_names(path, rundir.stamp(path))
+
+
+@functools.lru_cache(256)
+def _run_names(path: Path, stamp: object) -> frozenset[str]:
+    phases = jsonl.entries(rundir.read_json(path) or {} if stamp else {}, "phases")
+    return frozenset(f"{n}-{jsonl.text(phase, 'name')}" for n, phase in enumerate(phases))
+
+
+def _is_copy(run: Path) -> bool:
+    """Returns whether a directory in a launch is a copy of another run that is still in the launch.
+
+    Its run.json then names the directory of this run. If plan.json can be read, this directory must
+    be that of a phase in it.
+    """
+    home, launch = _home(run), run.parent
+    original, planned = launch / home.name, _planned(launch)
+    return (
+        original != run and _is_same(home.parent, launch) and is_run(original)
+        and (not planned or home.name in planned) and _is_in_place(original)
+    )  # fmt: skip
 
 
 def launches(root: Path = ROOT) -> list[Path]:
@@ -229,7 +259,8 @@ def check_in_place(path: Path, by_name: bool = False) -> None:
     recorded another launch id, or if there are runs and none has recorded its directory.
     """
     launch = launch_of(path)
-    runs = run_directories(launch) if launch else [path]
+    runs = run_directories(launch) if launch else []
+    runs += [path] if path != launch else []
     recorded = False
     for run in runs:
         named, home, _, _ = _origin(run / rundir.RUN, rundir.stamp(run / rundir.RUN))
@@ -250,15 +281,36 @@ def check_in_place(path: Path, by_name: bool = False) -> None:
 
 def why_not_in_place(run: Path) -> str:
     """Returns a sentence if a run or its launch was copied or moved; "" if not, or if unknown."""
+    if _is_in_place(run):
+        return ""
+    moved, there, launch = run, _home(run), launch_of(run)
+    is_inside = launch is not None and _is_same(there.parent, launch)
+    if launch and not is_inside:
+        moved, there = launch, there.parent
+    can_act = _is_copy(run) if is_inside else rundir.stamp(there)
+    advice = "give that directory" if can_act else "move it back to act on it"
+    return f"{moved} is a copy or was moved: its records name {clean(str(there), 400)}; {advice}"
+
+
+def _home(run: Path) -> Path:
+    """Returns the directory in which a run started according to its run.json, or else `run`."""
+    path = run / rundir.RUN
+    return Path(_origin(path, rundir.stamp(path))[1] or run)
+
+
+def _is_in_place(run: Path) -> bool:
+    """Returns False if a run is known not to be in the directory in which it started."""
     path = run / rundir.RUN
     _, home, host, token = _origin(path, rundir.stamp(path))
-    if not home or _is_home(Path(home), run, host not in ("", rundir.host_name()), token):
-        return ""
-    launch = launch_of(run)
-    there = Path(home).parent if launch else Path(home)
-    advice = "give that directory" if rundir.stamp(there) else "move it back to act on it"
-    named = clean(str(there), 400)
-    return f"{launch or run} is a copy or was moved: its records name {named}; {advice}"
+    is_elsewhere = host not in ("", rundir.host_name())
+    return not home or _is_home(Path(home), run, is_elsewhere, token)
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except (OSError, ValueError):
+        return False
 
 
 @functools.lru_cache(1024)
@@ -285,7 +337,7 @@ def _is_home(home: Path, run: Path, is_elsewhere: bool, token: str) -> bool:
 
 
 def _phase_run(launch: Path, phase: str) -> Path:
-    runs = {run.name: run for run in run_directories(launch)}
+    runs = {run.name: run for run in reversed(run_directories(launch))}
     for name, run in runs.items():
         if phase in (name, name.partition("-")[2], name.partition("-")[0]):
             return run

@@ -309,10 +309,3 @@ def signal_name(number: int) -> str:
 def end_words(code: int) -> str:
     """Returns a return code of `Popen` in words: "exited (code 1)" or "was killed (SIGTERM)"."""
     return f"was killed ({signal_name(-code)})" if code < 0 else f"exited (code {code})"
-
-
-def host_memory_mib() -> tuple[float | None, float | None]:
-    """Returns two values: total and available memory of this host, each None if not available."""
-    text = procfs.read_text("/proc/meminfo")
-    total, free = (procfs.number_after(text, key) for key in ("MemTotal", "MemAvailable"))
-    return None if total is None else total / 1024, None if free is None else free / 1024

@@ -23,7 +23,17 @@ OOM_EVENTS = "memory.events"
 """The file of a cgroup (version 2) with the count `oom_kill`."""
 CACHE = ("inactive_file", "active_file")
 """Memory of a cgroup that the kernel can usually free when a process needs it."""
+HOST_MEMORY = "the host's memory"
+LIMITED_MEMORY = "the memory within the limit of the cgroup"
 _FIELDS = (11, 12, 19, 21, 49)
+
+
+class Memory(NamedTuple):
+    """`HOST_MEMORY` or `LIMITED_MEMORY`, with its size and its free part."""
+
+    name: str
+    total_mib: float
+    free_mib: float
 
 
 class Stat(NamedTuple):
@@ -164,11 +174,43 @@ def spare_bytes() -> int | None:
     folder = _counting_folder()
     if not folder or _number_in(folder, "memory.oom.group") != 1:
         return None
+    found = _limited(folder)
+    return found and found[1]
+
+
+def memories() -> tuple[Memory, ...]:
+    """Returns the memory of this host, and of our cgroup or the parent with the least free memory.
+
+    A cgroup without a memory limit, and values that cannot be read, are left out.
+    """
+    text = read_text("/proc/meminfo")
+    total, free = (number_after(text, key) for key in ("MemTotal", "MemAvailable"))
+    limits = filter(None, map(_limited, cgroup_folders("self")))
+    found = min(limits, key=lambda each: each[1], default=None)
+    host = [] if total is None or free is None else [Memory(HOST_MEMORY, total / 1024, free / 1024)]
+    if found is not None:
+        host.append(Memory(LIMITED_MEMORY, found[0] / (1 << 20), found[1] / (1 << 20)))
+    return tuple(host)
+
+
+def limit_of_cores() -> int | None:
+    """Returns the number of cores that our cgroup and its parents allow, or None without a limit.
+
+    A part of a core counts as a core.
+    """
+    limits = (read_text(f"{folder}/cpu.max").split() for folder in cgroup_folders("self"))
+    found = (-(-int(each[0]) // int(each[1])) for each in limits
+             if len(each) == 2 and all(map(str.isdecimal, each)) and int(each[1]))  # fmt: skip
+    return min(found, default=None)
+
+
+def _limited(folder: str) -> tuple[int, int] | None:
+    """Returns the memory limit of a cgroup, and about how much of it is free (bytes), or None."""
     most, used = _number_in(folder, "memory.max"), _number_in(folder, "memory.current")
-    if most is None or used is None:
+    if not most or used is None:
         return None
     text = read_text(f"{folder}/memory.stat", TABLE_BYTES)
-    return most - used + sum(number_after(text, name) or 0 for name in CACHE)
+    return most, most - used + sum(number_after(text, name) or 0 for name in CACHE)
 
 
 def _number_in(folder: str, name: str) -> int | None:

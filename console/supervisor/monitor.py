@@ -22,7 +22,7 @@ from console.diagnose.verdict import COLLECTING, diagnose
 from console.diagnose.watchdog import STALL, Change, Watchdog
 from console.model import Gpu, Verdict
 from console.plans import gates
-from console.sources import process
+from console.sources import procfs
 from console.sources.pace import Progress
 from console.sources.reducer import NO_RECORDS, LatestRecords
 from console.status_text import gate_line, rank_names, stop_cost
@@ -371,7 +371,6 @@ def readings(
     `here` is True if the ranks run on this host. `csv` and `stall_doubt` come from second sources,
     as in `Readings`.
     """
-    total_mib, free_mib = process.host_memory_mib() if here else (None, None)
     record_ts = [jsonl.number(head.last, "ts") or 0.0 for head in heads.values()]
     return Readings(
         mono=time.monotonic(), ts=time.time(),
@@ -380,6 +379,6 @@ def readings(
         fresh=[each for head in heads.values() for each in head.pace.take_fresh()],
         progress={r: p for r, head in heads.items() if (p := head.pace.progress)},
         newest_ts=max(record_ts, default=None), csv=csv, stall_doubt=stall_doubt, env=env or {},
-        rss_mib=rss_mib, host_total_mib=total_mib, host_free_mib=free_mib, gpus=gpus,
+        rss_mib=rss_mib, memory=procfs.memories() if here else (), gpus=gpus,
         disk_free_gib=disk.get("free_gib"), checkpoint_gib=disk.get("checkpoint_gib"),
     )  # fmt: skip

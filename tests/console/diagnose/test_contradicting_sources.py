@@ -66,6 +66,39 @@ def test_a_misleading_source_never_makes_an_innocent_rank_the_cause_with_high(na
     assert verdict.rank in (3, None), verdict
 
 
+LEFT = rank(0, "exit", step=40, state="gone", code=0)
+ALONE = {
+    "waits in a collective": (PEERS, IDLE, IDLE, "exited-early", "high"),
+    "NCCL waits with a whole core": (PEERS, RUNS, SPIN[0], "exited-early", "high"),
+    "the processes name the other rank": ((), ASLEEP, ASLEEP, "exited-early", "medium"),
+    "the stacks name the other rank": ((OWN,), IDLE, RUNS, "exited-early", "medium"),
+    "both name it: it sleeps": ((OWN,), ASLEEP, ASLEEP, "sleep", "medium"),
+    "both name it: it runs": ((OWN,), *working(25.0), "busy", "medium"),
+}
+
+
+@pytest.mark.decision("verdict-exited-early", "lie")
+@pytest.mark.parametrize("name", ALONE)
+def test_a_rank_that_exited_early_is_not_sure_to_be_waited_for_by_one_that_runs(name):
+    frames, before, after, cause, sure = ALONE[name]
+    stacks = {1: stack(1, *frames)} if frames else {}
+    found = Evidence({1: before}, {1: replace(after, mono=2.0)}, stacks)
+    verdict = explained(found, LEFT, rank(1, "step"))
+    assert (verdict.cause, verdict.sure) == (cause, sure), verdict
+    assert verdict.rank == (0 if cause == "exited-early" else 1)
+    assert "rank 0 exited (code 0)" in verdict.sentence
+
+
+@pytest.mark.parametrize(("frames", "sure"), [(PEERS, "high"), ((OWN,), "medium")])
+def test_other_sources_count_for_a_stopped_rank_while_a_pulse_is_lost(frames, sure):
+    stopped, own = replace(IDLE, state="T"), {1: stack(1, *frames)}
+    found = Evidence({0: stopped, 1: IDLE}, {0: stopped, 1: IDLE}, own)
+    ranks = rank(0, state="T"), rank(1)
+    for lost in ((), (replace(rank(2), doubt="lost"),)):
+        verdict = explained(found, *ranks, *lost)
+        assert (verdict.cause, verdict.rank, verdict.sure) == ("stopped", 0, sure), verdict
+
+
 WAITS = [BlockedOn(kind, "x") for kind in ("lock", "pipe", "network", "child", "timer", "disk",
                                            "futex", "none")]  # fmt: skip
 PROCESSES = st.builds(

@@ -30,6 +30,7 @@ from console.diagnose.watchdog import Watchdog
 from console.model import Gpu
 from console.plan import Watch
 from console.sources.pace import Progress, progress_of
+from console.sources.procfs import HOST_MEMORY, LIMITED_MEMORY, Memory
 from tests.console.diagnose.watched import GPU, Watched
 from trainers.contract.errors import UsageError
 
@@ -48,6 +49,10 @@ def records(**fields):
 
 def fixed(**fields):
     return lambda tick: fields
+
+
+def memory(free_mib, total_mib=1000.0):
+    return (Memory(HOST_MEMORY, total_mib, free_mib),)
 
 
 def gpus(**fields):
@@ -74,8 +79,7 @@ CASES = {
         lambda tick: records(gate_entropy_mean=1.0986)(100 * tick), None, records(**WELL),
     ),
     "memory_ceiling": (
-        fixed(host_total_mib=1000, host_free_mib=40), fixed(host_total_mib=1000, host_free_mib=70),
-        fixed(host_total_mib=1000, host_free_mib=90),
+        fixed(memory=memory(40)), fixed(memory=memory(70)), fixed(memory=memory(90)),
     ),
     "gpu_memory_ceiling": (gpus(mem_used_mib=990), gpus(mem_used_mib=975), gpus()),
     "loader_slow": (
@@ -89,8 +93,8 @@ CASES = {
     "disk": (fixed(disk_free_gib=2.5, checkpoint_gib=1.3), fixed(disk_free_gib=1.1),
              fixed(disk_free_gib=9.0)),
     "memory_growth": (
-        lambda tick: {"rss_mib": {0: 50 * tick}, "host_free_mib": 20_000.0}, None,
-        lambda tick: {"rss_mib": {0: 5000.0}, "host_free_mib": 20_000.0},
+        lambda tick: {"rss_mib": {0: 50 * tick}, "memory": memory(2e4, 1e5)}, None,
+        lambda tick: {"rss_mib": {0: 5000.0}, "memory": memory(2e4, 1e5)},
     ),
     "ecc": (gpus(ecc_uncorrected=4), None, gpus()),
     "clock": (fixed(newest_ts=5e9), None, fixed(newest_ts=1.0)),
@@ -164,11 +168,11 @@ def test_a_new_rule_is_one_row_and_sees_the_settings_of_the_run(monkeypatch, val
 @pytest.mark.parametrize(("between", "kinds"), [(0.5, ["raise"]), (2.0, ["raise", "act"])])
 def test_a_strong_action_needs_a_severe_value_without_a_pause(monkeypatch, between, kinds):
     row = Rule("odd", "an odd value", "", 1.0, 0.0, 10.0,
-               lambda now, _history, _watch: Measured(now.host_free_mib, "it is odd"),
+               lambda now, _history, _watch: Measured(now.disk_free_gib, "it is odd"),
                lambda _now, _history: "", action="halt", severe=2.0)  # fmt: skip
     monkeypatch.setattr(rules, "TABLE", (row,))
     values = [*[2.0] * 25, *[between] * 5, *[2.0] * 15]
-    changes = Clock(WATCH).run(lambda tick: {"host_free_mib": values[tick - 1]}, len(values))
+    changes = Clock(WATCH).run(lambda tick: {"disk_free_gib": values[tick - 1]}, len(values))
     assert [kind for _, kind, _ in changes] == kinds
 
 
@@ -200,9 +204,21 @@ def test_the_growth_of_memory_names_a_rank_that_still_runs():
     run, said = Watched(WATCH), []
     for second in range(500):
         rss_mib = {0: 20.0 * second} | ({1: 60.0 * second} if second < 350 else {})
-        said += [text for _, text in run.texts(rss_mib=rss_mib, host_free_mib=20_000.0)]
+        said += [text for _, text in run.texts(rss_mib=rss_mib, memory=memory(2e4, 1e5))]
     assert len(said) == 1
     assert "grows by 1200 MiB a minute (fastest: rank 0); " in said[0]
+
+
+def test_a_rule_on_memory_names_the_memory_that_is_full_first():
+    limit = Memory(LIMITED_MEMORY, 8000.0, 300.0)
+    run, said = Watched(WATCH), []
+    for second in range(500):
+        found = {"rss_mib": {0: 2.0 * second}, "memory": (*memory(2e5, 3e5), limit)}
+        said += [text for _, text in run.texts(**found)]
+    assert [text.rpartition("; ")[2] for text in said] == [
+        "96% of the memory within the limit of the cgroup is in use",
+        "the memory within the limit of the cgroup may be full in 2 min",
+    ]
 
 
 def test_the_time_of_a_rank_whose_pulse_is_in_doubt_is_not_the_time_of_a_stall():
@@ -251,7 +267,7 @@ MOMENTS = st.lists(
         st.fixed_dictionaries({}, optional={
             "disk_free_gib": st.floats(0, 3), "ranks": st.floats(0, 100).map(ranks),
             "gpus": st.sampled_from([(GPU,), (replace(GPU, throttle="heat", mem_used_mib=999),)]),
-            "host_free_mib": st.floats(0, 1000), "host_total_mib": st.just(1000.0),
+            "memory": st.floats(0, 1000).map(memory),
             "progress": st.sampled_from([{}, {0: progress_of({"rank": 0, "step": 3})}]),
         }),
     ),
@@ -305,7 +321,7 @@ def test_garbage_never_raises(found, figure, more):
         dog.update(
             Readings(
                 mono=tick * 20.0, ts=1e9, fresh=(fresh,) * 3, progress={0: fresh, 1: fresh},
-                rss_mib={0: figure, 1: more[1]}, host_total_mib=more[0], host_free_mib=more[1],
+                rss_mib={0: figure, 1: more[1]}, memory=memory(more[1], more[0]),
                 gpus=(gpu,), disk_free_gib=figure, checkpoint_gib=more[2], newest_ts=figure,
             )
         )  # fmt: skip

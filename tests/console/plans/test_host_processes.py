@@ -1,4 +1,4 @@
-"""The rows of the preflight about the other processes of the host."""
+"""The rows of the preflight about the other processes, the memory and the cores of the host."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import fcntl
 
 from console.plans import host_checks
 from tests.console.plans.test_preflight import bare
+from tests.console.sources import directory
 from trainers.contract import environ, rundir
 
 
@@ -53,3 +54,19 @@ def test_a_trainer_whose_run_was_adopted_is_no_leftover(tmp_path):
         run.chmod(0o777)
         found.append(host_checks.unsupervised(tmp_path / "proc"))
     assert found == [[20, 21, 22], [21, 22], [20, 21, 22]]
+
+
+def test_memory_and_cores_are_those_that_the_limit_of_the_cgroup_allows(tmp_path, monkeypatch):
+    directory.cgroup(tmp_path, monkeypatch, **{"memory.max": "max", "cpu.max": "max 100000"})
+    assert host_checks.memory(bare(tmp_path, nproc=1))[1].endswith(" of the host's memory is free")
+    assert "limit" not in host_checks.cores(bare(tmp_path))[1]
+    directory.cgroup(tmp_path, monkeypatch, **{
+        "memory.max": f"{2 << 30}", "memory.current": f"{3 << 29}", "cpu.max": "50000 100000",
+        "memory.stat": f"inactive_file {1 << 29}\n",
+    })  # fmt: skip
+    text = "1.0 GiB of the memory within the limit of the cgroup is free"
+    assert host_checks.memory(bare(tmp_path, nproc=2)) == ("pass", text)
+    short = ("fail", f"{text}; the ranks need 2.0 GiB")
+    assert host_checks.memory(bare(tmp_path, nproc=4)) == short
+    text = "2 processes on 1 core (limit of the cgroup): they share cores and run slower"
+    assert host_checks.cores(bare(tmp_path, nproc=2)) == ("unknown", text)

@@ -11,6 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from console.sources import procfs
 from console.supervisor import lock
 from trainers.contract import environ, jsonl, rundir
 
@@ -176,6 +179,18 @@ def event(path: Path, kind: str, **fields: Any) -> None:
 def append(path: Path, record: dict[str, Any]) -> None:
     with path.open("ab") as stream:
         stream.write(jsonl.encode(record))
+
+
+def cgroup(root: Path, patch: pytest.MonkeyPatch, **files: str) -> None:
+    """Writes files of our cgroup, and makes the readers look for them in `root`."""
+    places = (line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines()
+              if line.startswith("0::"))  # fmt: skip
+    folder = root / "cgroups" / next(places).strip("/")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    (root / "mounts").write_text(f"none {root / 'cgroups'} cgroup2 rw 0 0\n")
+    patch.setattr(procfs, "MOUNTS", str(root / "mounts"))
 
 
 def legacy(path: Path, gap_s: float, age_s: float, loss: str = "5.72") -> Path:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
 
 import pytest
 
 from console.plan import Checkpoints
-from console.sources import procfs
 from console.sources.run import RunSource
 from console.sources.summary import Summary
 from console.supervisor import program
@@ -17,6 +15,7 @@ from console.supervisor.alerts import Alerts
 from console.supervisor.checkpoint_check import CheckpointCheck
 from console.supervisor.rundir_io import Directory, event_record
 from tests import broken
+from tests.console.sources import directory
 from tests.launches import HANG_GUARD_S
 from trainers.contract import rundir
 
@@ -160,18 +159,11 @@ def test_a_program_that_no_signal_ends_does_not_hold_up_the_run(tmp_path, monkey
 def test_no_load_risks_the_training_where_one_oom_kill_ends_all(
     tmp_path, monkeypatch, group, used_mib, cached_mib, result
 ):
-    place = next(line for line in Path("/proc/self/cgroup").read_text().splitlines()
-                 if line.startswith("0::"))[3:]  # fmt: skip
-    cgroup = tmp_path / "cgroups" / place.strip("/")
-    cgroup.mkdir(parents=True)
-    values = {"memory.events": "oom_kill 0\n", "memory.max": f"{1 << 30}",
-              "memory.oom.group": f"{group}",
-              "memory.current": f"{used_mib << 20}",
-              "memory.stat": f"anon 1\nactive_file {cached_mib << 20}\n"}  # fmt: skip
-    for name, value in values.items():
-        (cgroup / name).write_text(value)
-    (tmp_path / "mounts").write_text(f"none {tmp_path / 'cgroups'} cgroup2 rw 0 0\n")
-    monkeypatch.setattr(procfs, "MOUNTS", str(tmp_path / "mounts"))
+    directory.cgroup(tmp_path, monkeypatch, **{
+        "memory.events": "oom_kill 0\n", "memory.max": f"{1 << 30}",
+        "memory.oom.group": f"{group}", "memory.current": f"{used_mib << 20}",
+        "memory.stat": f"anon 1\nactive_file {cached_mib << 20}\n",
+    })  # fmt: skip
     trial = Trial(tmp_path).saved(5)
     assert trial.finish()[0][2] == result
     assert ("memory.oom.group=1" in trial.events[0]["text"]) is (result == "unknown")
