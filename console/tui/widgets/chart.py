@@ -51,7 +51,8 @@ def chart_rows(
     high = max(high, LEAST_HIGH.get(chart.unit, high))
     gap = ", " if width >= WIDE else " "
     detail = gap.join(filter(None, (chart.unit_word, _window_words(span, width))))
-    rows = [rule(chart.title, width, _note(chart, series, width), selected, detail=detail)]
+    note = _note(chart, series, width, width - len(f"{chart.title} {detail} ─ "))
+    rows = [rule(chart.title, width, note, selected, detail=detail)]
     cell = None if at is None else min(room - 1, max(0, int((at - start) * room / span)))
     labels = _labels(low, high, chart.unit, body_height)
     lines = chartmath.draw(curves, low, high, body_height, mode)
@@ -81,11 +82,12 @@ def _window_words(span: int, width: int) -> str:
     return f"last {size} {unit}" if width >= WIDE else f"{size}{unit[0]}"
 
 
-def _note(chart: Chart, series: Mapping[str, Points], width: int) -> str:
+def _note(chart: Chart, series: Mapping[str, Points], width: int, most: int) -> str:
     """Returns the newest value, or for several series the range of the newest values.
 
-    For layers, returns the mean and, if there is room, the lowest layer. For a chart that
-    `is_over`, returns "–" as the value. If the newest value is old, its age comes first.
+    For layers, returns the mean and the lowest mean of a layer; the number of this layer is left
+    out if the text would have more than `most` characters. For a chart that `is_over`, returns "–"
+    as the value. If the newest value is old, its age comes first.
     """
     old, wide = _old(chart, series), width >= WIDE
     now = old or "now " * wide
@@ -100,7 +102,10 @@ def _note(chart: Chart, series: Mapping[str, Points], width: int) -> str:
         layer = f"{newest[LOWEST_LAYER]:.0f}"
         if wide:
             return f"{now}mean {high}, lowest {low} in layer {layer}"
-        return f"{now}{high}" if old else f"{high} ≥{low} L{layer}"
+        if old:
+            return now + high
+        short, full = f"{high} low {low}", f"{high} low {low} L{layer}"
+        return full if len(full) <= most else short
     return now + (f"{high} each" if low == high else f"{low} to {high}")
 
 
