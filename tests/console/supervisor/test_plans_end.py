@@ -197,7 +197,8 @@ def test_an_unexpected_error_at_the_start_of_a_phase_is_left_to_the_next_process
         shell=broken.shell(tmp_path, "run.Run._new_record", harm),
     )  # fmt: skip
     started.wait(lambda: started.plan_state.get("state") == "waiting")
-    assert actions.send(started.path, "proceed", {}, "tester")
+    answer = started.ask("proceed", phase="two")
+    assert (answer["ok"], "two is running" in answer["text"]) == (True, True), answer
     assert started.wait_end(60)["why"] == "all phases are done"
 
 
