@@ -247,7 +247,7 @@ class Launch:
             return with_word(run.state, run.why)
         if result != "pass":
             return not_passed(run.gates)
-        return self._ended_by
+        return self._ended_by if self._index + 1 < len(self._phases) else ""
 
     def _end(self, why: str) -> None:
         self.state, self._why = "ended", why

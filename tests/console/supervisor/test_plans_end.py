@@ -63,6 +63,15 @@ def test_a_halt_that_the_program_does_not_obey_ends_the_plan_and_leaves_nothing_
     assert log.with_suffix("").is_dir()
 
 
+def test_a_halt_file_in_the_last_phase_does_not_end_a_plan_early_that_has_passed(begin, tmp_path):
+    started = begin(sleeper(tmp_path, "one"), shell=STUB)
+    log = rundir.logs(started.path / "0-one", 1) / rundir.TORCHRUN_LOG
+    started.wait(lambda: log.exists() and b"begun" in log.read_bytes())
+    (started.run() / rundir.HALT).touch()
+    (tmp_path / "go").touch()
+    assert (level_of_the_end(started), started.plan_state["why"]) == ("info", "all phases are done")
+
+
 @pytest.mark.parametrize("dies", ["the working process", "the supervisor"])
 def test_a_requested_end_is_known_as_requested_to_a_new_process(begin, tmp_path, dies):
     """A requested end has the level info, for which the hook does not run by default."""
