@@ -354,13 +354,13 @@ def send(path: Path, action: str, args: Mapping[str, Any], by: str) -> str:
         access.check_ours(requests)
         rundir.write_atomic(requests / f"{name}.json", jsonl.encode(record))
     except OSError as error:
-        if run is None or supervisor.host:
+        if action != "halt" or supervisor.host:
             raise RefusedError(
                 f"cannot write a request into {requests}: {error.strerror}; without a request, "
                 f"kill -TERM {supervisor.pid} (the supervisor"
                 f"{f' on {supervisor.host}' if supervisor.host else ''}) stops the run"
             ) from error
-        halt(run, by)
+        halt(folder, by)  # the supervisor also reads the `.HALT` of a launch, which may be waiting
         return ""
     return name
 
@@ -371,7 +371,7 @@ def answer(path: Path, request_id: str, timeout_s: float) -> dict[str, Any] | No
     For the id "", which `send` returns after a direct halt, returns an answer at once.
     """
     if not request_id:
-        text = ".HALT was written without a request; any live rank halts, no later attempt starts"
+        text = ".HALT is written without a request; any live rank halts; no attempt or phase starts"
         return {"ok": True, "text": text, "detail": [], "request": ""}
     top = launches.launch_of(path)
     folders = [path] if top is None else [*reversed(launches.run_directories(top)), top]
@@ -388,13 +388,13 @@ def answer(path: Path, request_id: str, timeout_s: float) -> dict[str, Any] | No
         time.sleep(ANSWER_POLL_S)
 
 
-def halt(run: Path, by: str) -> None:
+def halt(folder: Path, by: str) -> None:
     """Writes `.HALT` directly, without a request. Raises RefusedError if this is not possible."""
-    access.check_ours(run)
+    access.check_ours(folder)
     try:
-        rundir.write_request(run, rundir.HALT, by)
+        rundir.write_request(folder, rundir.HALT, by)
     except OSError as error:
         raise RefusedError(
-            f"cannot write {run / rundir.HALT}: {error.strerror}, so the ranks continue; "
+            f"cannot write {folder / rundir.HALT}: {error.strerror}, so the ranks continue; "
             "send them TERM"
         ) from error

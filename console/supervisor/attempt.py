@@ -114,7 +114,7 @@ class Attempt:
             return f"{ranks}; no further attempt or phase starts"
         asked, grace_s = self.known.requested, self._grace_s
         if asked and ENDINGS.index(action) <= ENDINGS.index(asked):
-            return f"{asked} is in progress, requested by {self.known.by}"
+            return f"{asked} is in progress, requested by {self.known.by}; no attempt follows"
         self._learn(requested=action, by=by)
         self._run.publish()  # first, because the next child must know of the request
         if self.stage == "prepare":

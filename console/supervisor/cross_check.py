@@ -92,7 +92,7 @@ def check_launch(
     check_plan(plan_state, spec)
     for former in range(index):
         check_copies(former_documents.document(runs[former], rundir.RUN), spec, former)
-    check_phase(index, runs, plan_state.get("state") == "waiting")
+    check_phase(index, runs, plan_state.get("state") in ("waiting", "ended"))
     has_begun = not is_missing(runs[index] / rundir.RUN)
     names = [phase.name for phase in spec.plan.phases[: index + has_begun + 1]]
     flags, unconfirmed = confirmed_flags(plan_state, names, evidence)
@@ -230,11 +230,12 @@ def newest_living_attempt(record: Mapping[str, Any], state: Mapping[str, Any]) -
     return max((int(n) for n in numbers if n.isdecimal() and len(n) < 6), default=0)
 
 
-def check_phase(index: int, runs: Sequence[Path], waiting: bool) -> None:
+def check_phase(index: int, runs: Sequence[Path], idle: bool) -> None:
     """Raises RefusedError if the runs contradict the phase or the state in plan_state.json.
 
     `index` is the phase that was started last. No later phase may have begun. Only this phase may
-    have living processes, and only if its run.json exists and the plan is not `waiting`.
+    have living processes, and only if its run.json exists and the launch is not `idle`. An idle
+    launch waits or has ended.
     """
     for number, run in enumerate(runs):
         has_begun = not is_missing(run / rundir.RUN)
@@ -243,8 +244,8 @@ def check_phase(index: int, runs: Sequence[Path], waiting: bool) -> None:
                 f"{rundir.PLAN_STATE} says that phase {index} was started last, but {run.name} "
                 "has started; correct the document"
             )
-        claim = f"{rundir.PLAN_STATE} says that {'no phase' if waiting else f'phase {index}'} runs"
-        if number == index and not waiting:
+        claim = f"{rundir.PLAN_STATE} says that {'no phase' if idle else f'phase {index}'} runs"
+        if number == index and not idle:
             claim = "" if has_begun else f"{rundir.RUN} does not exist"
         if claim and (living := liveness.living_in(run)):
             raise RefusedError(

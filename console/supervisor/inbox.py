@@ -113,10 +113,14 @@ def _read(path: Path, mailbox: Mailbox, found_ns: int) -> Request:
     if record is None:
         return Request(path, name, "", {}, "?", UNREADABLE)
     action, args = jsonl.text(record, "action"), record.get("args", {})
-    by, error = jsonl.text(record, "by", "?")[:200], f"the request is not of version {VERSION}"
-    if record.get("v") == VERSION and isinstance(args, dict):
+    by, error = jsonl.text(record, "by", "?")[:200], ""
+    if record.get("v") != VERSION:
+        error = f"the request is not of version {VERSION}"
+    elif not isinstance(args, dict):
+        error = "args of the request is not an object"
+    else:
         try:
-            args, error = check(action, args, mailbox), ""
+            args = check(action, args, mailbox)
         except UsageError as wrong:
             error = str(wrong)
     given = IDENTIFIER.fullmatch(jsonl.text(record, "id"))

@@ -247,7 +247,7 @@ class Launch:
             return with_word(run.state, run.why)
         if result != "pass":
             return not_passed(run.gates)
-        return self._ended_by
+        return self._ended_by if self._index + 1 < len(self._phases) else ""
 
     def _end(self, why: str) -> None:
         self.state, self._why = "ended", why
@@ -352,10 +352,10 @@ class Launch:
         return done, text, []
 
     def _do_proceed(self, request: Request) -> Outcome:
-        if self.state != "waiting":
-            now = self._phases[self._index]["name"]
-            return False, f"{now} is still running; no further phase was started", []
-        phase, wanted = self._phases[self._index + 1]["name"], request.args.get("phase")
+        now, wanted = self._phases[self._index]["name"], request.args.get("phase")
+        if self.state != "waiting":  # a former working process may have executed this request
+            return wanted == now, f"{now} is running; no further phase was started", []
+        phase = self._phases[self._index + 1]["name"]
         if wanted not in (None, phase):
             return False, f"the next phase is {phase!r}, not {wanted!r}; no phase was started", []
         self._start(self._index + 1)

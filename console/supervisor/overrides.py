@@ -32,10 +32,11 @@ if TYPE_CHECKING:  # a command does not load the supervisor
     from console.supervisor.run import Run
 
 NOTHING = "nothing is overridden"
-FREE_S, POLL_S = 30.0, 0.05
+FREE_S, POLL_S = 10.0, 0.05
 """The longest wait for the lock, and the time between two tries.
 
-After the end of its plan, a supervisor has the lock until the report is written.
+After the end of its plan, a supervisor has the lock until the report is written and its hooks have
+ended. The command override waits longer, so that it gets the reason.
 """
 
 
@@ -93,7 +94,10 @@ def apply_to_ended(launch: Path, args: Mapping[str, Any], by: str) -> str:
     _target(launch, args)  # a rejected request leaves no file
     claim = Claim(launch, adopt=True)
     until = time.monotonic() + FREE_S
-    while not claim.is_free() and time.monotonic() < until:
+    while not claim.is_free():
+        if time.monotonic() >= until:
+            why = f"the supervisor of {launch} still writes the report or runs a hook"
+            raise RefusedError(f"{why}; {NOTHING}; send it again when the supervisor has ended")
         time.sleep(POLL_S)
     claim.take()
     try:

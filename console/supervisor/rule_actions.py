@@ -55,6 +55,10 @@ class Policy:
     def _execute(self, run: Run, change: Change) -> None:
         rule, action, path = change.rule, change.action, run.path
         by = f"the watch rule {rule.name}"
+        if action == "restart" and (run.is_final or run.attempt.known.halt_wanted):
+            why = "its end was requested, so no attempt would follow; stop ends it now"
+            run.event("note", f"{by} does not restart the run: {why}", "warn")
+            return
         if action == "restart":
             run.end(action, by)
             return

@@ -53,7 +53,7 @@ class Run:
         former_state = former.state if former else {}
         self.number = former.number if former else 1
         self._ended = former.ended if former else []
-        self._is_final = former is not None and former.is_final
+        self.is_final = former is not None and former.is_final
         self.state: State = "running" if former and not former.is_unstarted else "starting"
         self.why, self._since_ts, self.over = "", time.time(), False
         self.gates: tuple[Gate, ...] = ()
@@ -212,7 +212,7 @@ class Run:
 
         A run that waits for its next attempt ends, whatever the action is.
         """
-        self._is_final = self._is_final or action in former_documents.STOPS
+        self.is_final = self.is_final or action in former_documents.STOPS
         if action in ("stop", "kill"):
             self._check.stop()
         if self._next_at is not None:
@@ -283,7 +283,7 @@ class Run:
         """Starts the next attempt when it is due, or ends the run after a `.HALT` or a stop."""
         if self.attempt.known.halt_file:
             self._conclude(*decide(Facts(previous_end=self._ended[-1].why, halt_file=True)))
-        elif self._is_final:  # a former process got the request to end this waiting run
+        elif self.is_final:  # a former process got the request to end this waiting run
             self._conclude(self._ended[-1].state, self._ended[-1].why)
         elif self._next_at is not None and time.monotonic() >= self._next_at:
             self._next_at = None
@@ -314,7 +314,7 @@ class Run:
             facts = replace(known, halt_file=self._halt_file, previous_end=self._ended[-1].why)
             return self._conclude(*decide(facts))
         ended = [*self._ended, self._ended_as(state, why)]
-        ending = self._is_final or known.halt_wanted or not spawned
+        ending = self.is_final or known.halt_wanted or not spawned
         again = "" if ending else restart.next_attempt(ended, self._spec.plan.restart)
         if isinstance(again, str) and (doing := self.observers.call(CHECK, self._poll_check, "")):
             return self._become("stopping", f"all processes have ended; {doing}")

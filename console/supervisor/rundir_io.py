@@ -107,6 +107,10 @@ class Directory(Recorder):
     def set_aside(self, path: Path, to: Path) -> None:
         """Renames a file of records; the next record starts a new file. Raises OSError."""
         path.rename(to)
+        self._close(path)
+
+    def _close(self, path: Path) -> None:
+        """Closes a file of records if it is open; the next record opens it again."""
         fd, _ = self._descriptors.pop(path, (-1, 0.0))
         if fd >= 0:
             os.close(fd)
@@ -147,8 +151,12 @@ class Directory(Recorder):
             raise RefusedError(f"{run} belongs to another run; no further attempt starts")
 
     def set_run(self, run: Path) -> None:
-        """Makes `run` the current run. Raises OSError."""
-        self._home = rundir.OpenDirectory(run)
+        """Makes `run` the current run, and closes the files of the former run. Raises OSError."""
+        former, self._home = self._home, rundir.OpenDirectory(run)
+        if former is not None:
+            former.close()
+            for path in [each for each in self._descriptors if each.is_relative_to(former.path)]:
+                self._close(path)
 
     def _next(self) -> Item | Callable[[], None] | None:
         wait_s = self._check_at - time.monotonic()

@@ -139,10 +139,10 @@ def test_a_document_in_a_folder_that_cannot_be_read_is_not_missing(tmp_path):
 
 def test_a_later_run_that_cannot_be_read_may_have_started(tmp_path):
     runs = [tmp_path / "0-one", tmp_path / "1-two"]
-    cross_check.check_phase(0, runs, waiting=False)
+    cross_check.check_phase(0, runs, idle=False)
     runs[1].symlink_to("1-two")
     with pytest.raises(RefusedError, match="1-two has started"):
-        cross_check.check_phase(0, runs, waiting=False)
+        cross_check.check_phase(0, runs, idle=False)
 
 
 def test_an_adoption_needs_the_working_directory_of_the_launch(orphan, tmp_path):

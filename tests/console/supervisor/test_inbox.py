@@ -63,7 +63,7 @@ def test_the_supervisor_is_small_and_idle_and_has_no_torch(launched):
         ("b1", {"id": "b1", "action": "explode"}, "no action 'explode'"),
         ("b2", {"id": "b2", "action": "dump", "args": {"rank": "x"}}, "number of a rank"),
         ("b3", {"id": "b3", "action": "dump", "args": {"depth": 1}}, "no argument 'depth'"),
-        ("b4", {"id": "b4", "action": "dump", "args": [1]}, "version 1"),
+        ("b4", {"id": "b4", "action": "dump", "args": [1]}, "args of the request is not an object"),
         ("b5", {"id": "b5", "action": "dump", "v": 2}, "version 1"),
         ("b6", {"id": "b6", "action": "kill"}, "needs yes"),
         ("b7", {"id": "b7", "action": "proceed"}, "launch"),

@@ -9,6 +9,8 @@ import pytest
 from console import actions
 from console.actions import LaunchOptions
 from console.cli import main
+from console.commands import table
+from console.supervisor import overrides
 from tests.console.sources import directory
 from tests.launches import HANG_GUARD_S, STUB, phase
 from trainers.contract import rundir
@@ -90,13 +92,30 @@ def test_a_gate_that_failed_is_overridden_while_its_phase_runs(begin, tmp_path):
     assert (event["by"], event["gate"]) == ("tester", "grad_norm_above")
 
 
-@pytest.mark.parametrize(("phase_name", "is_last"), [("first", False), ("second", True)])
-def test_the_answer_promises_a_next_phase_only_if_one_is_left(tmp_path, phase_name, is_last):
+def ended(tmp_path):
+    """Returns an ended launch whose gates all failed."""
     launch = directory.launch(tmp_path)
     failed = {"name": "steps_done", "value": 20.0, "bound": "≥ 21", "result": "fail"}
     for name in ("0-first", "1-second"):
         directory.completed(launch / name, {"steps_done": 21}, [failed])
     directory.end(launch, "fail", "fail")
+    return launch
+
+
+def test_an_override_during_the_last_work_of_a_supervisor_says_so(tmp_path, monkeypatch):
+    assert overrides.FREE_S < table.ANSWER_S, "the command gives up before the reason is known"
+    monkeypatch.setattr(overrides, "FREE_S", 0.1)
+    launch = ended(tmp_path)
+    with (
+        directory.owned(launch),
+        pytest.raises(RefusedError, match="still writes the report or runs a hook; nothing is ov"),
+    ):
+        given(launch, phase="first", gate="steps_done")
+
+
+@pytest.mark.parametrize(("phase_name", "is_last"), [("first", False), ("second", True)])
+def test_the_answer_promises_a_next_phase_only_if_one_is_left(tmp_path, phase_name, is_last):
+    launch = ended(tmp_path)
     (launch / rundir.LOCK).touch()
     answer = given(launch, phase=phase_name, gate="steps_done")["text"]
     assert "the phase has passed" in answer

@@ -17,6 +17,7 @@ from typing import cast
 import pytest
 
 from console import actions, status_text
+from console.run_state import Facts
 from console.sources.run import RunSource
 from console.supervisor.attempt import Attempt
 from console.supervisor.launch import Launch
@@ -60,6 +61,15 @@ def test_a_halt_that_the_program_does_not_obey_ends_the_plan_and_leaves_nothing_
     assert status_text.launch_exit_code(state.launch) == 4
     assert os.listdir(temporary) == []
     assert log.with_suffix("").is_dir()
+
+
+def test_a_halt_file_in_the_last_phase_does_not_end_a_plan_early_that_has_passed(begin, tmp_path):
+    started = begin(sleeper(tmp_path, "one"), shell=STUB)
+    log = rundir.logs(started.path / "0-one", 1) / rundir.TORCHRUN_LOG
+    started.wait(lambda: log.exists() and b"begun" in log.read_bytes())
+    (started.run() / rundir.HALT).touch()
+    (tmp_path / "go").touch()
+    assert (level_of_the_end(started), started.plan_state["why"]) == ("info", "all phases are done")
 
 
 @pytest.mark.parametrize("dies", ["the working process", "the supervisor"])
@@ -114,15 +124,20 @@ def test_a_request_to_a_former_run_is_answered(begin, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("spawned", "words"), [(True, "the ranks have ended already"), (False, "no rank was started")]
+    ("stage", "spawned", "words"),
+    [
+        ("collect", True, "the ranks have ended already; no further attempt or phase starts"),
+        ("collect", False, "no rank was started; no further attempt or phase starts"),
+        ("run", True, "restart is in progress, requested by a rule; no attempt follows"),
+    ],
 )
-def test_a_request_after_an_attempt_says_whether_a_rank_was_started(spawned, words):
+def test_a_request_after_an_attempt_or_in_its_restart_says_what_follows(stage, spawned, words):
     """A `stop` or `halt` right after `proceed` may end the phase before torchrun starts."""
     attempt = SimpleNamespace(
-        stage="collect", _cut_short=False, tree=SimpleNamespace(spawned=spawned)
-    )
-    answer = Attempt.end(cast(Attempt, attempt), "halt", "x")
-    assert answer == f"{words}; no further attempt or phase starts"
+        stage=stage, _cut_short=False, tree=SimpleNamespace(spawned=spawned), _grace_s=1.0,
+        known=Facts(requested="restart", by="a rule"),
+    )  # fmt: skip
+    assert Attempt.end(cast(Attempt, attempt), "halt", "x") == words
 
 
 @pytest.mark.parametrize("action", ["dump", "checkpoint"])
@@ -191,7 +206,8 @@ def test_an_unexpected_error_at_the_start_of_a_phase_is_left_to_the_next_process
         shell=broken.shell(tmp_path, "run.Run._new_record", harm),
     )  # fmt: skip
     started.wait(lambda: started.plan_state.get("state") == "waiting")
-    assert actions.send(started.path, "proceed", {}, "tester")
+    answer = started.ask("proceed", phase="two")
+    assert (answer["ok"], "two is running" in answer["text"]) == (True, True), answer
     assert started.wait_end(60)["why"] == "all phases are done"
 
 
@@ -306,3 +322,23 @@ def test_a_halt_of_a_watch_rule_that_cannot_be_written_alerts_and_is_tried_again
     assert [phase["state"] for phase in ended["phases"]] == ["halted"], ended["why"]
     cleared = [each for each in started.events(0) if each["kind"] == "clear"]
     assert ".HALT is written" in [each["text"] for each in cleared], cleared
+
+
+@pytest.mark.parametrize(
+    ("action", "state", "then"),
+    [
+        ("restart", "completed", "the watch rule disk does not restart the run"),
+        ("stop", "stopped", "stop, requested by the watch rule disk"),
+    ],
+)
+def test_a_rule_stops_a_run_whose_halt_is_pending_but_does_not_end_it_for_a_restart(
+    begin, tmp_path, action, state, then
+):
+    rules = {"disk": {"threshold": 1e7, "for_s": 0.5, "action": action}}
+    started = begin(
+        sleeper(tmp_path, "one"), watch={"rules": rules}, restart={"when": "crash"}, shell=STUB
+    )
+    assert started.ask("halt")["ok"]
+    started.wait(lambda: [event for event in started.events(0) if then in event["text"]])
+    (tmp_path / "go").touch()
+    assert [phase["state"] for phase in started.wait_end()["phases"]] == [state]

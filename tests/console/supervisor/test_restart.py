@@ -169,9 +169,10 @@ def refused_with(launch, path, changed, says):
         ({"supervisor": {"host": "elsewhere"}}, "adopt it there"),
         ({"supervisor": {"boot_id": "before"}}, "add --yes to confirm"),
         ({"v": 99}, "of another version"),
+        ({"state": "ended"}, "says that no phase runs, but in 0-one ranks 0-1 still run; kill "),
     ],
 )
-def test_a_launch_of_another_host_boot_or_version_is_not_adopted(lost, changed, says):
+def test_a_launch_of_another_host_boot_version_or_state_is_not_adopted(lost, changed, says):
     state = lost.plan_state
     merged = {key: state[key] | value if isinstance(value, dict) else value
               for key, value in changed.items()}  # fmt: skip

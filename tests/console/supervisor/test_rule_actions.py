@@ -8,24 +8,28 @@ from typing import Any
 
 import pytest
 
+from console.run_state import Facts
 from console.supervisor.rule_actions import Policy
 
 
 @pytest.mark.parametrize(
-    ("end", "executed"), [("", ["restart"]), ("collect", []), ("over", []), ("next", [])]
+    ("end", "executed"),
+    [("", ["restart"]), ("collect", []), ("over", []), ("next", []), ("halt", []), (".HALT", [])],
 )
-def test_an_action_needs_the_processes_of_its_attempt(end, executed):
-    """The ranks may end while their stacks are dumped; the next attempt may then be due."""
+def test_an_action_needs_the_processes_of_its_attempt_and_a_restart_no_halt(end, executed):
+    """The ranks may end, or a halt may begin, while their stacks are dumped."""
     ended: list[str] = []
     change = SimpleNamespace(rule=SimpleNamespace(name="stall"), action="restart")
     monitor = SimpleNamespace(
         pop_dump_wanted=frozenset, pop_actions=lambda: [change], is_raised=lambda _: True
     )
     tree = SimpleNamespace(handles=dict)
-    attempt = SimpleNamespace(stage="run", monitor=monitor, tree=tree)
+    known = Facts(halt_file=end == ".HALT")
+    attempt = SimpleNamespace(stage="run", monitor=monitor, tree=tree, known=known)
     run: Any = SimpleNamespace(
-        attempt=attempt, path=Path(), live=None, over=False, end=lambda name, _: ended.append(name)
-    )
+        attempt=attempt, path=Path(), live=None, over=False, end=lambda name, _: ended.append(name),
+        is_final=end == "halt", event=lambda *_: None,
+    )  # fmt: skip
     dumps: Any = SimpleNamespace(busy=True, start=lambda *_: None)
     nothing: Any = None
     policy = Policy(nothing, dumps, nothing)
@@ -33,7 +37,7 @@ def test_an_action_needs_the_processes_of_its_attempt(end, executed):
     dumps.busy, monitor.pop_actions = False, list
     if end == "next":
         run.attempt = SimpleNamespace(stage="run", monitor=monitor, tree=tree)
-    elif end:
+    elif end in ("collect", "over"):
         attempt.stage = end
     policy.apply(run)
     assert ended == executed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from console.supervisor import rundir_io
 from console.supervisor.alerts import DROPPED, SETTLED_S, Alerts
 from console.supervisor.context import Services
 from console.supervisor.rundir_io import Directory
+from tests.launches import records
 from trainers.contract import environ, rundir
 
 
@@ -123,6 +125,27 @@ def test_a_verdict_waits_for_the_current_run_whose_directory_is_away(tmp_path):
     directory.call(lambda: (tmp_path / "away").rename(run))
     assert directory.close(20)
     assert rundir.read_json(run / "verdicts" / "1.json") == {"n": 1}
+
+
+def test_the_files_of_a_former_run_are_closed_and_a_late_event_reaches_them(tmp_path):
+    directory, runs = Directory(), [tmp_path / f"{number}-x" for number in range(3)]
+    open_files: list[list[str]] = []
+
+    def look() -> None:
+        links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+        found = [os.readlink(link) for link in links if os.path.lexists(link)]
+        open_files.append(sorted(each for each in found if each.startswith(f"{tmp_path}/")))
+
+    for run in runs:
+        directory.call(lambda run=run: directory.make_run(run, {"v": 1}))
+        directory.event(run, 1, "note", "x")
+        directory.event(tmp_path, 1, "note", "x")
+        directory.call(look)
+    directory.event(runs[0], 1, "note", "late")
+    assert directory.close(20)
+    last = runs[-1]
+    assert open_files[-1] == [str(last), str(last / "events.jsonl"), str(tmp_path / "events.jsonl")]
+    assert [each["text"] for each in records(runs[0] / rundir.EVENTS)] == ["x", "late"]
 
 
 def test_a_document_that_cannot_be_written_is_not_called_a_dropped_record(tmp_path):

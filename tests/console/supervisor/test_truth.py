@@ -15,7 +15,7 @@ import pytest
 from console import actions, status_text
 from console.sources.run import RunSource
 from console.supervisor import live_directory
-from tests.launches import phase
+from tests.launches import STUB, phase
 from tests.mounts import tmpfs
 from trainers.contract import rundir
 from trainers.contract.errors import RefusedError
@@ -99,6 +99,25 @@ def resize(mount: Path, size_bytes: int) -> None:
     subprocess.run(["mount", "-o", f"remount,size={size_bytes}", str(mount)], check=True)
 
 
+def fill(mount: Path) -> None:
+    with contextlib.suppress(OSError), (mount / "filler").open("wb", buffering=0) as stream:
+        while stream.write(bytes(4096)):
+            pass
+
+
+def test_on_a_full_disk_a_halt_ends_a_launch_that_waits(begin, small):
+    one, two = (phase(name, "member.py", 1) for name in ("one", "two"))
+    started = begin(one, two, between="ask", root=small / "artifacts", nproc=1, shell=STUB)
+    started.wait(lambda: started.plan_state.get("state") == "waiting")
+    space = os.statvfs(small)
+    resize(small, (space.f_blocks - space.f_bfree + 2) * space.f_frsize)
+    fill(small)
+    assert actions.send(started.path, "halt", {}, "tester") == ""
+    started.wait((started.path / rundir.HALT).exists)
+    resize(small, 1 << 30)
+    assert started.wait_end()["why"].startswith("halt requested by .HALT in the launch directory")
+
+
 def test_on_a_full_disk_a_halt_ends_the_plan_and_the_last_word_is_kept(begin, small):
     started = begin(
         phase("one", "member.py", 100_000), phase("two", "member.py", 5), root=small / "artifacts"
@@ -108,9 +127,7 @@ def test_on_a_full_disk_a_halt_ends_the_plan_and_the_last_word_is_kept(begin, sm
     space = os.statvfs(small)
     resize(small, (space.f_blocks - space.f_bfree + 2) * space.f_frsize)
     started.wait(lambda: "dropped" in {alert.id for alert in look(started).alerts})
-    with contextlib.suppress(OSError), (small / "filler").open("wb", buffering=0) as stream:
-        while stream.write(bytes(4096)):
-            pass
+    fill(small)
     with pytest.raises(RefusedError, match=rf"No space .* kill -TERM {supervisor['pid']} .* stops"):
         actions.send(started.path, "stop", {}, "tester")
     (started.run() / rundir.HALT).touch()
