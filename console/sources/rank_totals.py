@@ -343,8 +343,7 @@ class RankTotals:
         self.entropy_min = worst(self.entropy_min, entropy, min)
         self.collapse_max = worst(self.collapse_max, collapse, max)
         self._take_steps(record, step)
-        loss = loss if loss is not None and math.isfinite(loss) else None
-        if loss is not None and len(self.first_losses) < FIRST_LOSSES:
+        if loss is not None and math.isfinite(loss) and len(self.first_losses) < FIRST_LOSSES:
             self.first_losses.append((step, loss))
         self.newest_figures.append(Figures(step, loss, jsonl.number(record, "bytes_right")))
 
