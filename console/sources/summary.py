@@ -168,6 +168,14 @@ class Summary:
 
     # --- for the gates -------------------------------------------------------------------------
 
+    @property
+    def begin(self) -> int:
+        """The step of the checkpoint of an earlier run from which this run resumed, or 0.
+
+        If the ranks differ, this is the lowest of their steps.
+        """
+        return min((totals.begin for totals in self.ranks.values()), default=0)
+
     def of_rank(self, rank: int) -> RankTotals:
         return self.ranks.get(rank) or RankTotals(rank)
 
