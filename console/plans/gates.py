@@ -31,6 +31,8 @@ BOUNDS: Mapping[Bound, tuple[str, Callable[[float, float], bool]]] = {
 """The sign of each kind of bound, and the function that compares a value with the bound."""
 LEAST_FALL_NATS, SCALING = 0.1, "scaling_above"
 OF_LAST_STEPS = (*measures.OF_LAST_STEPS, SCALING)
+OF_CHECKPOINTS = ("checkpoints_at_least", "checkpoints_loaded_at_least")
+"""Gates that count over all steps; a run that resumed another run needs its share of the bound."""
 OF_STATISTICS = ("entropy_min", "collapse_max")
 LARGEST_BOUND = 1e300
 DEMAND_KEYS, MAX_REASON = ("bound", "at", "override"), 200
@@ -202,17 +204,30 @@ def evaluate(
 
     A gate with `at` has one more result for each step in `at`, with the name `NAME@STEP`. If the
     run `is_live`, its newest records do not count as missing, because the run still writes them. A
-    gate that fails so far is then unknown, except a `certain` gate and a gate at a step.
+    gate that fails so far is then unknown, except a `certain` gate and a gate at a step. A gate at
+    a step that only an earlier run has made is left out.
     """
     summary.is_live = is_live
-    return tuple(_gate(rule, wanted, summary, at) for rule, wanted, at in _each(bounds))
+    begin, planned = (summary.former or summary).begin, _planned(bounds)
+    return tuple(
+        _gate(rule, wanted, summary, at, planned) for rule, wanted, at in _each(bounds, begin)
+    )  # fmt: skip
 
 
-def _each(bounds: Mapping[str, Any]) -> Iterator[tuple[GateRule, Demand, int]]:
-    """Yields three values per evaluation of a gate: rule, demand, and step (0 means the end)."""
+def _each(bounds: Mapping[str, Any], begin: int = 0) -> Iterator[tuple[GateRule, Demand, int]]:
+    """Yields three values per evaluation of a gate: rule, demand, and step (0 means the end).
+
+    The steps up to `begin` are left out.
+    """
     for name, value in bounds.items():
         wanted = demand(value)
-        yield from ((RULES[name], wanted, at) for at in (0, *wanted.at))
+        yield RULES[name], wanted, 0
+        yield from ((RULES[name], wanted, at) for at in wanted.at if at > begin)
+
+
+def _planned(bounds: Mapping[str, Any]) -> float:
+    """Returns the last step that the gates of a phase demand, or 0."""
+    return demand(bounds.get("steps_done")).bound or 0
 
 
 def named(rule: GateRule, at: int) -> str:
@@ -226,7 +241,7 @@ def reached(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
     ranks = summary.different(range(summary.world))
     marks = [{row.at for row in summary.of_rank(rank).live} for rank in ranks]
     return tuple(
-        _gate(rule, wanted, summary, at) for rule, wanted, at in _each(bounds)
+        _gate(rule, wanted, summary, at, 0) for rule, wanted, at in _each(bounds, summary.begin)
         if at and all(at in mark for mark in marks)
     )  # fmt: skip
 
@@ -240,13 +255,30 @@ def unknown(bounds: Mapping[str, Any], why: str) -> tuple[Gate, ...]:
     )  # fmt: skip
 
 
-def _gate(rule: GateRule, wanted: Demand, summary: Summary, at: int) -> Gate:
+def _share(summary: Summary, totals: Summary, limit: float, planned: float) -> tuple[float, str]:
+    """Returns the share of a bound that a resumed run needs, and a text on the share.
+
+    The share is that of the steps after the checkpoint. The whole bound remains if no step follows
+    the checkpoint, or if the last step of a live run is not known.
+    """
+    begin, last = totals.begin, max(totals.of_rank(0).step, planned)
+    if not 0 < begin < last or (summary.is_live and not planned):
+        return limit, ""
+    text = f"bound for {last - begin:,.0f} of {last:,.0f} steps"
+    return limit * (last - begin) // last, text
+
+
+def _gate(rule: GateRule, wanted: Demand, summary: Summary, at: int, planned: float) -> Gate:
+    """Returns a gate at a step, or at the end if `at` is 0; `planned` is as in `_planned`."""
     totals = summary.former or summary
     found = rule.value(totals, at)
     sign, holds = BOUNDS[rule.bound]
     bound = wanted.bound
     limit = 0.0 if rule.bound == "yes" else LEAST_FALL_NATS if bound is True else float(bound)
     result: Result = "unknown"
+    share = ""
+    if rule.name in OF_CHECKPOINTS:
+        limit, share = _share(summary, totals, limit, planned)
     why = rule.gap(totals) or found.doubt
     if found.value is None:
         why = why or found.why or f"no value in {rule.source}; see docs/gates.md"
@@ -258,7 +290,8 @@ def _gate(rule: GateRule, wanted: Demand, summary: Summary, at: int) -> Gate:
     is_open = summary.is_live and not at
     if is_open and result == "fail" and not rule.certain:
         result, why = "unknown", why or "not met so far; the run has not ended"
-    window = ", ".join(filter(None, (rule.span, found.window, totals.name, "so far" * is_open)))
+    windows = rule.span, found.window, share, totals.name, "so far" * is_open
+    window = ", ".join(filter(None, windows))
     unit = totals.loss_unit if rule.unit == LOSS_UNIT else rule.unit
     return Gate(
         named(rule, at), found.value, unit, window, rule.source, f"{sign} {limit:g}", result,

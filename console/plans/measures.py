@@ -91,6 +91,7 @@ def loss_finite(s: Summary) -> Measured:
 
 
 def loss_fall(s: Summary) -> Measured:
+    """Returns by how much rank 0's loss fell, or nan if one of the last losses is not finite."""
     first = s.of_rank(0).first_losses
     newest = [
         (each.step, each.loss) for each in s.of_rank(0).newest_figures if each.loss is not None
@@ -100,7 +101,8 @@ def loss_fall(s: Summary) -> Measured:
         return Measured(None, why=f"{2 * FIRST_LOSSES} progress records are needed")
     before, after = (sum(loss for _, loss in each) / FIRST_LOSSES for each in (first, last))
     text = f"mean of the first {FIRST_LOSSES} records minus mean of the last {FIRST_LOSSES}"
-    return Measured(before - after, text, f"{before:.3f} to {after:.3f}")
+    fall = before - after if math.isfinite(after) else math.nan
+    return Measured(fall, text, f"{before:.3f} to {after:.3f}")
 
 
 def bytes_right(s: Summary) -> Measured:

@@ -9,9 +9,33 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 KEPT_PEAKS = 64
+
+
+class Step(NamedTuple):
+    """One step of rank 0."""
+
+    step: int
+    took_s: float
+    tokens: float
+
+
+class Figures(NamedTuple):
+    """The step and two figures of one progress record of rank 0."""
+
+    step: int
+    loss: float | None
+    bytes_right: float | None
+
+
+class Live(NamedTuple):
+    """The gates' figures after a record; `at` is the step of a gate that the record has reached."""
+
+    step: int
+    at: int
+    figures: tuple[float | None, ...]
 
 
 @dataclass(slots=True)

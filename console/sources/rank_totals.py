@@ -11,9 +11,9 @@ import statistics
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from console.sources.accumulators import Peak, cut, worst
+from console.sources.accumulators import Figures, Live, Peak, Step, cut, worst
 from trainers.contract import jsonl
 
 MAX_ATTEMPTS = 1000
@@ -181,30 +181,6 @@ class AttemptTotals:
         return whole and not self.broken
 
 
-class Step(NamedTuple):
-    """One step of rank 0."""
-
-    step: int
-    took_s: float
-    tokens: float
-
-
-class Figures(NamedTuple):
-    """The step and two figures of one progress record of rank 0."""
-
-    step: int
-    loss: float | None
-    bytes_right: float | None
-
-
-class Live(NamedTuple):
-    """The values of `FIGURES` after a record; `at` is the reached step of `LIVE_STEPS`."""
-
-    step: int
-    at: int
-    figures: tuple[float | None, ...]
-
-
 @dataclass(slots=True)
 class RankTotals:
     """The totals of one rank. Its records are added in the order of the rank's file.
@@ -279,6 +255,11 @@ class RankTotals:
         return True
 
     @property
+    def begin(self) -> int:
+        """The step of the checkpoint from which the first attempt resumed, or 0."""
+        return self.attempts[min(self.attempts)].resumed if self.attempts else 0
+
+    @property
     def expected(self) -> int:
         """The number of progress records that need figures.
 
@@ -343,8 +324,7 @@ class RankTotals:
         self.entropy_min = worst(self.entropy_min, entropy, min)
         self.collapse_max = worst(self.collapse_max, collapse, max)
         self._take_steps(record, step)
-        loss = loss if loss is not None and math.isfinite(loss) else None
-        if loss is not None and len(self.first_losses) < FIRST_LOSSES:
+        if loss is not None and math.isfinite(loss) and len(self.first_losses) < FIRST_LOSSES:
             self.first_losses.append((step, loss))
         self.newest_figures.append(Figures(step, loss, jsonl.number(record, "bytes_right")))
 
@@ -367,7 +347,8 @@ class RankTotals:
 
     def figures(self) -> dict[str, float | None]:
         """Returns the present value of each of `FIGURES`."""
-        values = (*self._speed(), self.memory_mib.value, self.memory_mib.growth(self.step // 2),
+        half = self.begin + (self.step - self.begin) // 2
+        values = (*self._speed(), self.memory_mib.value, self.memory_mib.growth(half),
                   self.entropy_min, self.collapse_max, self.fetch_max_s)  # fmt: skip
         return dict(zip(FIGURES, values, strict=True))
 

@@ -154,8 +154,11 @@ def progress_figures(progress: Records, loss_unit: str) -> dict[str, Figure]:
     windows = {
         "step": f"step {step}",
         "steps": f"last {counted(count, 'step')}",
+        "fetches": "newest 200 fetches",
         "run": f"up to step {step}",
     }
+    if "cut" in record:  # the list of durations was shortened
+        windows["steps"] = "steps since the record before"
     figures = {}
     for name, (unit, window) in UNITS.items():
         value = jsonl.number(record, name)

@@ -130,11 +130,15 @@ class Summary:
             self.overrides[jsonl.text(event, "gate")[:80]] = f"{reason} ({by}, {stamp})"
 
     def take_load(self, attempt: int, step: int, passed: bool) -> None:
-        """Adds the result of a load; a load that did not pass removes the step from `loaded`."""
-        if not passed:
-            self.loaded.pop(step, None)
-        elif step in self.loaded or len(self.loaded) < MAX_LOADED:
+        """Adds the result of a load; a load that did not pass removes the step from `loaded`.
+
+        At most `MAX_LOADED` loads are stored, the newest ones.
+        """
+        self.loaded.pop(step, None)
+        if passed:
             self.loaded[step] = attempt
+            if len(self.loaded) > MAX_LOADED:
+                del self.loaded[next(iter(self.loaded))]
 
     def count_stall(self, since_ts: float) -> None:
         """Counts a stall that began at `since_ts`, if this time is after `stalled_ts`."""
@@ -163,6 +167,14 @@ class Summary:
                 self.ends[end.attempt, end.rank] = end
 
     # --- for the gates -------------------------------------------------------------------------
+
+    @property
+    def begin(self) -> int:
+        """The step of the checkpoint of an earlier run from which this run resumed, or 0.
+
+        If the ranks differ, this is the lowest of their steps.
+        """
+        return min((totals.begin for totals in self.ranks.values()), default=0)
 
     def of_rank(self, rank: int) -> RankTotals:
         return self.ranks.get(rank) or RankTotals(rank)

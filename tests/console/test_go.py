@@ -6,14 +6,18 @@ import json
 import os
 import shutil
 import time
+from dataclasses import asdict
 
 import pytest
 
 from console.cli import main
 from console.plans.gate_check import poll_confirmed
+from console.plans.gates import evaluate, overall
 from console.sources import gate_files
 from console.sources.run import RunSource
 from tests.console.sources import directory
+from tests.console.sources.snapshots import Observer
+from tests.console.sources.written_runs import is_used
 from trainers.contract import rundir
 
 BOUNDS = {"steps_done": 20, "loss_finite": True, "no_stall": True}
@@ -67,6 +71,42 @@ def test_an_event_or_a_plan_state_does_not_make_a_crashed_run_a_good_one(launch,
     directory.document(run / rundir.SUPERVISOR, crashed | {"state": "completed"})
     code, out = said(capsys, "check", run)
     assert (code, "rank 0: killed (SIGKILL)" in out) == (1, True)
+
+
+def test_a_resumed_run_is_go_if_gates_json_has_the_bounds_of_its_own_steps(tmp_path, capsys):
+    """The sums in the snapshot and those over all records begin at the same step."""
+    bounds = {
+        "steps_done": 1_000, "checkpoints_at_least": 10, "gpu_mem_growth_below_mib": 9,
+        "gpu_mem_below_mib": {"bound": 99, "at": [100, 500, 1_000]},
+    }  # fmt: skip
+    run = directory.run(tmp_path / "0-first", 1, "completed", why="all ranks are done")
+    directory.change(run / rundir.RUN, world=1, gates=bounds)
+    directory.event(run, "state", attempt=1, state="completed")
+    directory.beat(run, 0, 600, "resume")
+    for step in range(620, 1_001, 20):
+        directory.beat(run, 0, step, gpu_mem_reserved=9.0)
+        if step % 100 == 0:
+            directory.beat(run, 0, step, "checkpoint")
+    directory.beat(run, 0, 1_000, "exit", exit_code=0)
+    observer = Observer(run)
+    observer.save()
+    summary = observer.reducer.summary
+    summary.world, summary.attempts, summary.stalls = 1, 1, 0
+    found = evaluate(summary, bounds)
+    rows = {gate.name: gate.bound for gate in found}
+    assert rows.keys() - bounds.keys() == {"gpu_mem_below_mib@1000"}
+    assert (overall(found), rows["checkpoints_at_least"]) == ("pass", "≥ 4")
+    gates_json = {"v": 1, "result": "pass", "gates": [asdict(gate) for gate in found]}
+    directory.document(run / rundir.GATES, gates_json)
+    assert is_used(run)
+    for more in ((), ("--full",)):
+        code, out = said(capsys, "check", run, *more)
+        assert (code, out.splitlines()[-1]) == (0, "go"), out
+        assert "@100 " not in out
+    heartbeat = rundir.heartbeat(run, 0)
+    heartbeat.write_bytes(heartbeat.read_bytes().partition(b"\n")[2])
+    code, out = said(capsys, "check", run)
+    assert code == 1, "without the record `resume` the run needs all 10 checkpoints"
 
 
 @pytest.mark.decision("go-run", "true")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
+from fractions import Fraction
 from typing import Any
 
 from console.sources.gate_files import GateFiles
@@ -11,6 +13,7 @@ from console.sources.gate_files import GateFiles
 Record = dict[str, Any]
 GPUS = ("gpu_util_above_pct", "gpu_balance_below_pct")
 """Gates that do not always pass where the true value keeps the bound."""
+MEMORY, MARKS = "gpu_mem_below_mib", (100, 500)
 
 
 class Extras:
@@ -20,6 +23,8 @@ class Extras:
         self.rng, self.kind, self.world = rng, kind, world
         self.rows: list[tuple[int, float, float]] = []
         self.reached = 0
+        self.begins: dict[int, int] = {}
+        """For each rank, the step of its resume in the first attempt with a record of the rank."""
         self.saved: set[int] = set()
         self.memory: dict[int, list[tuple[int, float]]] = {rank: [] for rank in range(world)}
         self.entropies: list[float] = []
@@ -94,10 +99,31 @@ class Extras:
             self.errors, checkpoint=name, checkpoint_mib=mib, single="0-one", single_toks_per_s=60.0
         )
 
+    @property
+    def resumed_at(self) -> int:
+        """The step of an earlier run's checkpoint, if each rank recorded that it resumed there."""
+        return min(self.begins.values(), default=0)
+
+    def needed(self, bound: float, planned: float) -> float:
+        """Returns how many checkpoints or loads are needed in the steps after `resumed_at`."""
+        begin, last = self.resumed_at, max(Fraction(planned), Fraction(self.reached))
+        return math.floor(Fraction(bound) * (1 - begin / last)) if 0 < begin < last else bound
+
+    def at_marks(self) -> dict[str, float | None]:
+        """Returns the true value of the gate `MEMORY` at each of the `MARKS` after the resume."""
+        rows, found = [row for each in self.memory.values() for row in each], {}
+        for mark in [each for each in MARKS if each > self.resumed_at]:
+            reached = min((step for step, _ in rows if step >= mark), default=0)
+            found[f"{MEMORY}@{mark}"] = max(
+                (x for step, x in rows if step <= reached), default=None
+            )
+        return found
+
     def growth(self) -> float | None:
         """Returns the largest growth of a rank (its peak minus that of the first half), or None."""
-        half, found = self.reached // 2, []
-        for each in self.memory.values():
+        found = []
+        for rank, each in self.memory.items():
+            half = (self.begins.get(rank, 0) + self.reached) / 2
             early = [value for step, value in each if step <= half]
             if not early:
                 return None

@@ -70,6 +70,9 @@ FLAT = [5.545 + 0.01 * (i % 2) for i in range(40)]
         (losses(*FALLING), "loss_falls", True, "pass"),
         (losses(*FALLING), "loss_falls", 2.5, "fail"),
         (losses(*FALLING[:9]), "loss_falls", True, "unknown"),
+        (losses(*FALLING, "nan"), "loss_falls", True, "fail"),
+        (losses(*FALLING, *["-inf"] * 5), "loss_falls", True, "fail"),
+        (losses("nan", *FALLING), "loss_falls", True, "pass"),
         (losses(*FLAT), "loss_falls", True, "fail"),
         (summary({}), "bytes_right", 0.9, "unknown"),
     ],
@@ -127,6 +130,23 @@ def test_a_load_counts_only_for_the_attempt_whose_file_remains():
         assert result(summary, checkpoints_loaded_at_least=9).value == expected
     again.take_load(2, 60, False)
     assert result(again, checkpoints_loaded_at_least=9).value == 1
+
+
+def test_the_newest_loads_count_after_a_long_run_and_after_a_restart_from_the_first_step():
+    written = attempt(1, range(1, 1201), exit_code=None, **FIGURES)
+    again = attempt(2, range(1, 11), exit_code=None, **FIGURES)
+    for saving in (written, again):
+        for record in [each for each in saving.records if each["msg"] == "progress"]:
+            saving.add("checkpoint", record["step"])
+    found = summed(written)
+    for step in range(1, 1201):
+        found.take_load(1, step, True)
+    assert result(found, checkpoints_loaded_at_least=9).value == 64
+    for record in lines(again):
+        found.add(record)
+    for step in range(1, 11):
+        found.take_load(2, step, True)
+    assert result(found, checkpoints_loaded_at_least=9).value == 10
 
 
 PLANTED = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,16 @@ from console.plans import gates
 from console.sources.gate_files import GateFiles
 from console.sources.summary import Summary
 from console.sources.tail import Tail
-from tests.console.plans.extras import GPUS, Extras
+from tests.console.plans.extras import GPUS, MARKS, MEMORY, Extras
 from tests.console.plans.histories import Written
 from trainers.contract import heartbeat, jsonl
 from trainers.contract.pulse import Pulse
 
 Records = list[dict[str, Any]]
 NAN_SHARE = 0.02
+CHECKPOINTS = ("checkpoints_at_least", "checkpoints_loaded_at_least")
+UNITS = ("steps", "stalls", "restarts", "MiB", "checkpoints", "loads")
+"""Units of whole numbers."""
 
 
 @dataclass
@@ -49,8 +53,7 @@ class Truth:
 
     def values(self) -> dict[str, float | None]:
         """Returns the true value of each gate; None for a gate without a value."""
-        losses = [f["loss"] for f in self.figures if math.isfinite(f["loss"])]
-        enough, few = len(losses) >= 10, self.figures
+        few = self.figures
         return {
             "steps_done": self.steps,
             "loss_finite": self.nonfinite if self.is_known else None,
@@ -58,10 +61,19 @@ class Truth:
             "no_stall": self.stalls,
             "stalls_at_most": self.stalls,
             "restarts_at_most": self.attempts - 1,
-            "loss_falls": sum(losses[:5]) / 5 - sum(losses[-5:]) / 5 if enough else None,
+            "loss_falls": self.fall(),
             "bytes_right": few[-1]["bytes_right"] if few else None,
-            "gpu_mem_below_mib": max((value for _, value in self.memory), default=None),
+            MEMORY: max((value for _, value in self.memory), default=None),
         } | self.extras.values()
+
+    def fall(self) -> float | None:
+        """Returns by how much the loss fell, nan if it is not finite at the end, or None."""
+        losses = [each["loss"] for each in self.figures if each["loss"] is not None]
+        first = [place for place, loss in enumerate(losses) if math.isfinite(loss)][:5]
+        if len(first) < 5 or len(losses) - 5 <= first[-1]:
+            return None
+        fall = sum(losses[place] for place in first) / 5 - sum(losses[-5:]) / 5
+        return fall if math.isfinite(fall) else math.nan
 
     def cut(self, step: int) -> None:
         self.figures = [each for each in self.figures if each["step"] < step]
@@ -95,10 +107,11 @@ class History:
         self.truth = Truth(world=rng.choice((1, 1, 2)))
         self.extras = self.truth.extras = Extras(rng, self.kind, self.truth.world)
         self.left = Remains({rank: [] for rank in range(self.truth.world)})
-        done, attempts = 0, rng.choice((1, 1, 2, 3, 4))
+        begins, attempts = (0, 0, rng.randint(1, 30), 95, 100, 495), rng.choice((1, 1, 2, 3, 4))
+        self.begin = done = rng.choice(begins) if self.kind == "ours" else 0
         for number in range(1, attempts + 1):
-            resumed = rng.choice((0, done, rng.randint(0, done))) if done else 0
-            done = self.attempt(number, resumed, last=number == attempts)
+            resumed = rng.choice((self.begin, done, rng.randint(self.begin, done)))
+            done = max(self.begin, self.attempt(number, resumed, last=number == attempts))
         self.left.attempts, self.left.stalls = self.truth.attempts, self.truth.stalls
         self.left.samples, self.left.files = self.extras.samples, self.extras.files()
 
@@ -119,14 +132,17 @@ class History:
         self.extras.begin(number)
         for each in ranks:
             each.add("boot", 0)
+        begin = 0
         if len(ranks) < truth.world:
             count = 0  # the other ranks wait for the missing rank in the first collective
         elif self.kind == "ours" and (resumed or rng.random() < 0.5):
             truth.cut(resumed + 1)
             truth.steps = min(truth.steps, resumed)
             self.extras.resume(resumed)
+            begin = resumed
             for each in ranks:
                 each.add("resume", resumed)
+        self.extras.begins = {each.rank: begin for each in ranks} | self.extras.begins
         has_hook = self.kind == "ours" and len(ranks) == truth.world
         for each in ranks if has_hook else ():
             each.add("loader_ready", 0, comm_hook=self.extras.hook)
@@ -166,7 +182,7 @@ class History:
         for each in ranks:
             if self.kind == "ours":
                 each.add("step_start", step)
-                if rng.random() < 0.1 and step > 2:
+                if rng.random() < 0.1 and step > self.begin + 2:
                     each.add("checkpoint", step - 2)
                     if each.rank == 0:
                         self.extras.saved.add(step - 2)
@@ -182,7 +198,7 @@ class History:
             truth.memory.append((step, figures["gpu_mem_reserved"]))
             if each.rank == 0:
                 truth.norms.append(figures["grad_norm"])
-                seen = {"loss": loss if is_recorded else math.nan}
+                seen = {"loss": loss if is_recorded else None}
                 truth.figures.append(figures | seen | {"step": step})
 
     def finish(
@@ -293,18 +309,37 @@ def read(folder: Path, left: Remains, files: dict[int, bytes], rng: random.Rando
     return summary
 
 
-def bounds_around(rng: random.Random, values: dict[str, float | None]) -> dict[str, Any]:
-    """Returns for each gate True, or a number close to the true value (to 0 without a value)."""
+def bounds_around(
+    rng: random.Random, extras: Extras, values: dict[str, float | None]
+) -> dict[str, Any]:
+    """Returns for each gate True, or a number close to the true value (to 0 without a value).
+
+    If the run resumed another run, its share of the number is close to the true value.
+    """
     found: dict[str, Any] = {name: True for name, r in gates.RULES.items() if r.bound == "yes"}
     for name, value in values.items():
-        step = 1 if gates.RULES[name].unit in ("steps", "stalls", "restarts", "MiB") else 1e-6
+        step = 1 if gates.RULES[name].unit in UNITS else 1e-6
         if name not in found:
             found[name] = (value or 0) + rng.choice((-2, -1, 0, 0, 1, 2)) * step
+        if name in CHECKPOINTS and 0 < extras.resumed_at < extras.reached:
+            whole = Fraction(extras.reached, extras.reached - extras.resumed_at)
+            found[name] = math.ceil(found[name] * whole)
+    found[MEMORY] = {"bound": found[MEMORY], "at": list(MARKS)}
+    if rng.random() < 0.3:
+        del found["steps_done"]
     return found
 
 
-def keeps(name: str, value: float | None, bound: Any) -> bool:
-    sign = gates.BOUNDS[gates.RULES[name].bound][1]
+def same(value: float, truth: float) -> bool:
+    return value == truth or (math.isnan(value) and math.isnan(truth))
+
+
+def keeps(name: str, value: float | None, bounds: dict[str, Any], extras: Extras) -> bool:
+    """Returns whether a true value keeps the bound of a gate, which may be one at a step."""
+    name = name.partition("@")[0]
+    bound, sign = gates.demand(bounds[name]).bound, gates.BOUNDS[gates.RULES[name].bound][1]
+    if name in CHECKPOINTS:
+        bound = extras.needed(bound, bounds.get("steps_done", 0))
     return value is not None and sign(value, 0.0 if bound is True else bound)
 
 
@@ -315,21 +350,21 @@ def test_over_whole_records_a_gate_passes_exactly_when_the_truth_keeps_its_bound
 ):
     rng = random.Random(seed)
     history = History(rng)
-    left, values = history.left, history.truth.values()
+    left, values, extras = history.left, history.truth.values(), history.extras
     harm = HARMLESS[rng.choice(list(HARMLESS))]
     files = {r: b"".join(harm(rng, encode(x))) for r, x in left.records.items()}
     summary = read(tmp_path_factory.mktemp("h"), left, files, rng)
-    bounds = bounds_around(rng, values)
+    bounds = bounds_around(rng, extras, values)
     any_record = summary.of_rank(0).progress > 0
-    for gate in gates.evaluate(summary, bounds):
-        truth = keeps(gate.name, values[gate.name], bounds[gate.name])
-        if not history.truth.completed or not any_record:
-            assert gate.result != "pass" or truth, gate
-        else:
-            assert gate.result != "pass" or truth, gate
-            if gate.name not in GPUS:
-                assert (gate.result == "pass") == truth, gate
-                assert None in (gate.value, values[gate.name]) or gate.value == values[gate.name]
+    values |= extras.at_marks()
+    found = gates.evaluate(summary, bounds)
+    assert {gate.name for gate in found} | {"steps_done"} == values.keys()
+    for gate in found:
+        truth = keeps(gate.name, values[gate.name], bounds, extras)
+        assert gate.result != "pass" or truth, gate
+        if history.truth.completed and any_record and gate.name not in GPUS:
+            assert (gate.result == "pass") == truth, gate
+            assert None in (gate.value, values[gate.name]) or same(gate.value, values[gate.name])
 
 
 @given(st.integers(0, 2**32), st.sampled_from(sorted(HARMFUL)), st.booleans())
@@ -337,7 +372,7 @@ def test_over_whole_records_a_gate_passes_exactly_when_the_truth_keeps_its_bound
 def test_no_gate_passes_whose_bound_the_truth_breaks(tmp_path_factory, seed, harm, pulses_lost):
     rng = random.Random(seed)
     history = History(rng)
-    left, values = history.left, history.truth.values()
+    left, values, extras = history.left, history.truth.values(), history.extras
     hurt = rng.choice(list(left.records))
     files = {}
     for rank, records in left.records.items():
@@ -352,10 +387,11 @@ def test_no_gate_passes_whose_bound_the_truth_breaks(tmp_path_factory, seed, har
     lost = sum(files[rank].count(b"\n") - len(each) for rank, each in left.records.items())
     values["heartbeats_complete"] = -lost or (1 if harm == "garble" else 0)
     damage_samples(rng, left)
-    folder, bounds = tmp_path_factory.mktemp("h"), bounds_around(rng, values)
+    folder, bounds = tmp_path_factory.mktemp("h"), bounds_around(rng, extras, values)
+    values |= extras.at_marks()
     found = gates.evaluate(read(folder, left, files, rng), bounds)
     for gate in found:
-        truth = keeps(gate.name, values[gate.name], bounds[gate.name])
+        truth = keeps(gate.name, values.get(gate.name), bounds, extras)
         assert gate.result != "pass" or truth, (harm, gate)
     again = tmp_path_factory.mktemp("h")
     assert gates.evaluate(read(again, left, files, rng), bounds) == found, "another interleaving"

@@ -8,9 +8,26 @@ import pytest
 
 from console import status_text
 from console.sources.run import RunSource
+from console.sources.run_records import progress_figures
 from console.sources.series import MAX_SERIES, RAW_RECORDS, SPANS_S, Series
 from tests.console.sources import directory
 from trainers.contract import rundir
+from trainers.run_records import FETCHES_KEPT
+
+SHORTENED = "steps since the record before"
+
+
+@pytest.mark.parametrize(
+    ("more", "window"), [({}, "last 20 steps"), ({"cut": "steps_dt_s"}, SHORTENED)]
+)
+def test_a_figure_names_the_steps_that_it_covers(more, window):
+    record = {"step": 100, "ts": 1.0, "steps_dt_s": [0.1] * 20, "loss": 2.0, "toks_per_s": 9.0}
+    means = dict.fromkeys(("dt_fetch_s", "dt_forward_s", "dt_backward_s", "dt_optimizer_s"), 0.5)
+    shown = progress_figures({0: record | means | {"fetch_p95_ms": 9.0} | more}, "")
+    windows = {name: figure.window for name, figure in shown.items()}
+    assert windows == dict.fromkeys(("toks_per_s", *means), window) | {
+        "loss": "step 100", "fetch_p95_ms": f"newest {FETCHES_KEPT} fetches",
+    }  # fmt: skip
 
 
 def test_one_poll_reads_a_bounded_part_and_counts_the_rest(launch, run):
