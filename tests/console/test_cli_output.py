@@ -286,10 +286,11 @@ def test_a_halt_that_finds_no_room_for_a_request_writes_the_file(tmp_path):
     """The mailbox is a file, so no request can be written, as on a full disk."""
     path = directory.launch(tmp_path)
     run = directory.run(path / "0-first")
-    (path / rundir.REQUESTS).touch()
-    with directory.owned(path):
-        assert actions.send(path, "halt", {}, "tester") == ""
-    assert (run / rundir.HALT).read_text() == "requested by tester\n"
+    for folder in (path, run):
+        (folder / rundir.REQUESTS).touch()
+        with directory.owned(path):
+            assert actions.send(folder, "halt", {}, "tester") == ""
+        assert (folder / rundir.HALT).read_text() == "requested by tester\n"
     assert "no supervisor" not in actions.answer(path, "", 1)["text"], "the supervisor is alive"
 
 
