@@ -14,7 +14,7 @@ from console import access
 from console.launch_options import LaunchOptions
 from console.model import OPERATOR
 from console.plan import Phase, Plan
-from console.plans import catalog, gate_check
+from console.plans import gate_check
 from console.sources import json_documents, launches, liveness, process
 from console.sources.run import RunSource
 from console.supervisor import cross_check, former_documents, launch_spec, launcher
@@ -28,24 +28,17 @@ FROM_STEP = "checkpoint.from_step"
 
 
 def working_directory(path: Path) -> Path | None:
-    """Returns the directory in which to resume a launch, or None if it is the present one.
+    """Returns the directory in which a launch was started, or None if it is the present one.
 
-    It is the directory in which the launch was started, because its plan may have relative paths.
-    If this cannot be used, and the plan has only files of this project, it is the project's.
-    Raises RefusedError if the plan has other files.
+    The plan of the launch may have paths relative to this directory. Raises RefusedError if the
+    directory cannot be used.
     """
     top = launches.launch_of(path) or path
     stored = rundir.read_json(top / rundir.PLAN) or {}
     with contextlib.suppress(OSError, ValueError):
         if Path(jsonl.text(stored, "cwd")).samefile(Path.cwd()):
             return None
-    try:
-        return launcher.working_directory(stored, ", or cd to it, and resume again")
-    except RefusedError:
-        for phase in launch_spec.load(top, stored).plan.phases:
-            if not phase.is_ours or phase.args or not (catalog.PROJECT / phase.config).exists():
-                raise
-        return catalog.PROJECT
+    return launcher.working_directory(stored, ", or cd to it, and resume again")
 
 
 def plan(path: Path, said: Callable[[str], object]) -> tuple[Plan, dict[str, str], dict[str, str]]:

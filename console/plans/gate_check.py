@@ -248,8 +248,10 @@ def _disagreement(written: Gate | None, own: Gate | None) -> str:
 
     A gate with an override needs only the same override in gates.json.
     """
-    if written is None or own is None:
-        return f"is not in {rundir.GATES if written is None else rundir.RUN}"
+    if written is None:
+        return f"is not in {rundir.GATES}"
+    if own is None:
+        return f"does not follow from {rundir.RUN} and the records"
     if own.override:
         has = f"has {'another' if written.override else 'no'} override in {rundir.GATES}"
         return "" if written.override == own.override else has
@@ -261,5 +263,5 @@ def _disagreement(written: Gate | None, own: Gate | None) -> str:
         word = RESULT_WORDS[own.result]
         return f"is passed in {rundir.GATES} and {word} by the records ({found}){why}"
     if written.bound != own.bound:
-        return f"has the bound {written.bound} in {rundir.GATES} and {own.bound} in {rundir.RUN}"
+        return f"has the bound {written.bound} in {rundir.GATES} and {own.bound} by the records"
     return ""

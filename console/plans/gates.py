@@ -258,14 +258,15 @@ def unknown(bounds: Mapping[str, Any], why: str) -> tuple[Gate, ...]:
 def _share(summary: Summary, totals: Summary, limit: float, planned: float) -> tuple[float, str]:
     """Returns the share of a bound that a resumed run needs, and a text on the share.
 
-    The share is that of the steps after the checkpoint. The whole bound remains if no step follows
-    the checkpoint, or if the last step of a live run is not known.
+    The share is that of the steps after the checkpoint, but at least 1. The whole bound remains if
+    no step follows the checkpoint, or if the last step of a live run is not known.
     """
-    begin, last = totals.begin, max(totals.of_rank(0).step, planned)
-    if not 0 < begin < last or (summary.is_live and not planned):
+    begin, step = totals.begin, totals.of_rank(0).step
+    last = max(step, planned)
+    if not 0 < begin < last or (summary.is_live and planned <= step):
         return limit, ""
     text = f"bound for {last - begin:,.0f} of {last:,.0f} steps"
-    return limit * (last - begin) // last, text
+    return max(min(limit, 1.0), limit * (last - begin) // last), text
 
 
 def _gate(rule: GateRule, wanted: Demand, summary: Summary, at: int, planned: float) -> Gate:

@@ -86,7 +86,7 @@ def _time(root: Path, phases: Sequence[Mapping[str, Any]]) -> str:
         took_s = _took_s(earlier, phase)
         if took_s is None:
             name = phase["phase"]
-            return f"not known: phase {name} never completed with these settings on this host"
+            return f"not known: no recent run of phase {name} with these settings has completed"
         total_s += took_s
     return f"about {age(total_s)}, as in the newest runs"
 

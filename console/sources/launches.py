@@ -117,11 +117,11 @@ def _is_copy(run: Path) -> bool:
     be that of a phase in it.
     """
     home, launch = _home(run), run.parent
-    original, planned = launch / home.name, _planned(launch)
-    return (
-        original != run and _is_same(home.parent, launch) and is_run(original)
-        and (not planned or home.name in planned) and _is_in_place(original)
-    )  # fmt: skip
+    original = launch / home.name
+    if original == run or not (_is_same(home.parent, launch) and is_run(original)):
+        return False
+    planned = _planned(launch)
+    return (not planned or home.name in planned) and _is_in_place(original)
 
 
 def launches(root: Path = ROOT) -> list[Path]:

@@ -256,8 +256,12 @@ class RankTotals:
 
     @property
     def begin(self) -> int:
-        """The step of the checkpoint from which the first attempt resumed, or 0."""
-        return self.attempts[min(self.attempts)].resumed if self.attempts else 0
+        """The step of an earlier run's checkpoint from which this run resumed, or 0.
+
+        Only the first attempt with a record of a step counts: one that failed at its start has not
+        resumed, and later attempts resume from this run's checkpoints.
+        """
+        return next((part.resumed for _, part in sorted(self.attempts.items()) if part.at), 0)
 
     @property
     def expected(self) -> int:

@@ -174,7 +174,8 @@ class Summary:
 
         If the ranks differ, this is the lowest of their steps.
         """
-        return min((totals.begin for totals in self.ranks.values()), default=0)
+        ranks = self.different(range(self.world))
+        return min((self.of_rank(rank).begin for rank in ranks), default=0)
 
     def of_rank(self, rank: int) -> RankTotals:
         return self.ranks.get(rank) or RankTotals(rank)

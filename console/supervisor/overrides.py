@@ -36,7 +36,7 @@ FREE_S, POLL_S = 10.0, 0.05
 """The longest wait for the lock, and the time between two tries.
 
 After the end of its plan, a supervisor has the lock until the report is written and its hooks have
-ended. The command override waits longer, so that it gets the reason.
+ended. By default, the command override waits longer, so that it gets the reason.
 """
 
 

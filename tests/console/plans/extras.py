@@ -102,12 +102,14 @@ class Extras:
     @property
     def resumed_at(self) -> int:
         """The step of an earlier run's checkpoint, if each rank recorded that it resumed there."""
-        return min(self.begins.values(), default=0)
+        return min(self.begins.get(rank, 0) for rank in range(self.world))
 
     def needed(self, bound: float, planned: float) -> float:
         """Returns how many checkpoints or loads are needed in the steps after `resumed_at`."""
         begin, last = self.resumed_at, max(Fraction(planned), Fraction(self.reached))
-        return math.floor(Fraction(bound) * (1 - begin / last)) if 0 < begin < last else bound
+        if not 0 < begin < last:
+            return bound
+        return max(min(bound, 1), math.floor(Fraction(bound) * (1 - begin / last)))
 
     def at_marks(self) -> dict[str, float | None]:
         """Returns the true value of the gate `MEMORY` at each of the `MARKS` after the resume."""

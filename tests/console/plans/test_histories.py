@@ -142,12 +142,13 @@ class History:
             begin = resumed
             for each in ranks:
                 each.add("resume", resumed)
-        self.extras.begins = {each.rank: begin for each in ranks} | self.extras.begins
         has_hook = self.kind == "ours" and len(ranks) == truth.world
         for each in ranks if has_hook else ():
             each.add("loader_ready", 0, comm_hook=self.extras.hook)
         bad = self.take_steps(ranks, resumed, count, end == "done")
         self.finish(ranks, number, resumed + count, count, end, bad)
+        began = {each.rank: begin for each in ranks if any(x["step"] for x in each.records)}
+        self.extras.begins = began | self.extras.begins
         for each in ranks:
             self.left.records[each.rank] += each.records
         self.left.ends += [(number, r, None) for r in range(truth.world) if not joined[r]]

@@ -9,7 +9,7 @@ from console.plans import launch_facts
 from console.tui.widgets.chooser import entries
 from trainers.contract import rundir
 
-NONE = "not known: phase plumbing never completed with these settings on this host"
+NONE = "not known: no recent run of phase plumbing with these settings has completed"
 
 
 def test_the_facts_of_a_plan_and_the_time_that_it_took_before(tmp_path, capsys):
@@ -33,7 +33,7 @@ def test_the_facts_of_a_plan_and_the_time_that_it_took_before(tmp_path, capsys):
     )
     assert dict(actions.prepare(other).training)["time"] == NONE
     assert cli.main(["--root", str(tmp_path), "check", "cpu_smoke"]) == 0
-    assert "training time: not known: phase sanity never completed with" in capsys.readouterr().out
+    assert "training time: not known: no recent run of phase sanity with" in capsys.readouterr().out
 
 
 def test_a_foreign_program_has_no_facts():

@@ -111,6 +111,28 @@ def test_a_run_begins_at_its_first_step_without_the_record_of_its_own_resume():
     ]
 
 
+def test_an_attempt_that_failed_before_its_resume_does_not_hide_where_the_run_begins():
+    failed = Written()
+    failed.add("boot", 0)
+    assert summed(failed, attempt(2, range(BEGIN + 1, BEGIN + 3), **FIGURES)).begin == BEGIN
+
+
+def test_a_short_rest_needs_one_checkpoint_and_one_load():
+    rest = resumed(begin=STEPS - 100)
+    for record in rest.records:
+        record["msg"] = record["msg"].replace("checkpoint", "checkpoint_failed")
+    for name in ("checkpoints_at_least", "checkpoints_loaded_at_least"):
+        for bound in (1, 9):
+            found = result(summed(rest), **{name: bound})
+            assert (found.bound, found.result) == ("≥ 1", "fail")
+
+
+def test_a_rank_without_records_does_not_confirm_where_the_run_begins():
+    found = summed(resumed())
+    found.world = 2
+    assert found.begin == 0
+
+
 def test_a_step_after_the_resume_is_evaluated_and_the_step_of_the_resume_is_not():
     bounds = {"gpu_mem_below_mib": {"bound": 9, "at": [100, 500]}}
     for begin, names in ((99, ["100", "500"]), (100, ["500"]), (499, ["500"]), (500, [])):
@@ -142,6 +164,8 @@ def test_a_live_run_has_the_bound_of_its_end():
     bounds = {"steps_done": STEPS, "checkpoints_at_least": 10}
     live = evaluate(early, bounds, is_live=True)[1]
     assert (live.bound, live.result) == ("≥ 4", "unknown")
+    low = evaluate(early, bounds | {"steps_done": BEGIN + 1}, is_live=True)[1]
+    assert (low.bound, low.result) == ("≥ 10", "unknown")
     assert evaluate(early, {"checkpoints_at_least": 10}, is_live=True)[0].bound == "≥ 10"
     assert result(whole(written), checkpoints_at_least=10).bound == "≥ 4"
     assert result(whole(written), checkpoints_at_least=2.5).bound == "≥ 1"
