@@ -141,7 +141,7 @@ TABLE: tuple[Action, ...] = (
         verb="stop --kill", examples=("stop latest --kill --yes",),
     ),
     Action(
-        "adopt", "Replace a dead supervisor by a new one.",
+        "adopt", "Replace a dead supervisor with a new one.",
         cost=("keeps", "all work (live ranks continue under the new supervisor)"),
         key="R", title="Start a new supervisor for this launch?",
     ),
