@@ -202,8 +202,11 @@ def _sdpa_refusal(case: Case, route: str) -> str:
         return ""
     if case.config.d_k != case.config.d_v:
         return "SDPA's flash kernel needs equal d_k and d_v"
-    if case.device != "cpu" and route != "causal":
-        return "SDPA's flash kernel supports no mask on this device"
+    if case.device != "cpu":
+        if case.dtype not in ("bfloat16", "float16"):
+            return "SDPA's flash kernel needs bf16 or fp16 on this device"
+        if route != "causal" or (case.first and case.seq_len > 1):
+            return "SDPA's flash kernel supports no mask on this device"
     return ""
 
 

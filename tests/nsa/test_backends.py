@@ -26,7 +26,7 @@ def names(seq_len=2048, device="cpu", dtype="float32", config=M7C, flash_attn=Fa
 def fallbacks(**case):
     switches = Switches(**case.pop("switches"))
     whole = {"seq_len": 8192, "device": "cpu", "dtype": "float32", "flash_attn": False} | case
-    routes = effective(Case(config=M7C, switches=switches, **whole))
+    routes = effective(Case(**{"config": M7C, "switches": switches} | whole))
     return {branch: route.fallback for branch, route in routes.items() if route.fallback}
 
 
@@ -92,9 +92,18 @@ def test_flash_attn_serves_where_all_it_needs_is_there():
 
 def test_flash_only_says_where_it_cannot_be():
     assert fallbacks(switches={"flash_only": True}) == {}
-    refused = fallbacks(switches={"flash_only": True}, device="cuda")
+    refused = fallbacks(switches={"flash_only": True}, device="cuda", dtype="bfloat16")
     assert set(refused) == {"cmp", "sel", "win"}
     assert "no mask" in refused["sel"]
+    for branch, config in (("sel", M7C), ("all", dataclasses.replace(M7C, attention="dense"))):
+
+        def refusal(dtype="bfloat16", config=config, branch=branch, **case):
+            flash_only = {"switches": {"flash_only": True}, "device": "cuda", "config": config}
+            return fallbacks(dtype=dtype, **flash_only | case).get(branch, "")
+
+        assert refusal(seq_len=512) == refusal(seq_len=1, first=512) == ""
+        assert "bf16 or fp16" in refusal("float32", seq_len=512)
+        assert "no mask" in refusal(seq_len=256, first=512)
 
 
 @pytest.mark.parametrize(
