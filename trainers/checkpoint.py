@@ -60,12 +60,14 @@ class Parts:
         The result has the loss scale with fp16 only. A parameter without a state of AdamW gets
         `empty_state`.
         """
+        # This precedes the loops: with FSDP, it shards parameters that a forward left unsharded.
+        weights = self.model.state_dict()
         for p in self.model.parameters():
             if not self.optimizer.state[p]:
                 self.optimizer.state[p] = optim.empty_state(p)
         averages = {name: self.optimizer.state[p] for name, p in self.model.named_parameters()}
         window = {"norms": self.spikes.norms, "seen": self.spikes.seen}
-        found = {"model": self.model.state_dict(), "optimizer": averages, SPIKES: window}
+        found = {"model": weights, "optimizer": averages, SPIKES: window}
         if self.loss_scale.active:
             finite_steps = self.loss_scale.finite_steps
             found[LOSS_SCALE] = {"scale": self.loss_scale.scale, "finite_steps": finite_steps}

@@ -88,9 +88,10 @@ def test_a_loaded_run_goes_on_bitwise(tmp_path):
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def made_sharded(seed: int, parallel: Group) -> Parts:
+def made_sharded(seed: int, parallel: Group, sharding: str = "full") -> Parts:
     """Returns parts of FSDP2 with random weights and a random state of AdamW."""
-    resolved = settings.resolve(CONFIG, {}, small(train__seed=seed)).settings
+    changes = small(train__seed=seed, fsdp__sharding=sharding)
+    resolved = settings.resolve(CONFIG, {}, changes).settings
     shards = sharded(parallel, resolved)
     plain, model = build.make_model(resolved, shards)
     optimizer = optim.build(plain, resolved.optim)
@@ -112,13 +113,17 @@ def whole(parts: Parts) -> dict[str, torch.Tensor]:
     return {k: x.full_tensor() if isinstance(x, DTensor) else x for k, x in found.items()}
 
 
-def test_a_sharded_checkpoint_loads_sharded_and_whole(tmp_path):
+@pytest.mark.parametrize("sharding", ["full", "grad_op"])
+def test_a_sharded_checkpoint_loads_sharded_and_whole(tmp_path, sharding):
+    """With `grad_op`, the forward of an evaluation leaves the parameters unsharded."""
     run = tmp_path / "run"
     run.mkdir()
 
     def work(rank, parallel, member):
         del rank, member
-        parts, other = made_sharded(1, parallel), made_sharded(2, parallel)
+        parts, other = (made_sharded(seed, parallel, sharding) for seed in (1, 2))
+        with torch.no_grad():
+            parts.model(torch.randint(64, (1, 8)))
         path = Saver(run, parts, CheckpointSettings()).save(at(3))
         checkpoint.load(path, other)
         alone = made(2)
