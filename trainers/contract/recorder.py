@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from trainers.contract import heartbeat, rundir
+from trainers.contract import heartbeat, jsonl, rundir
 
 MAX_WAITING, MOST_REPORTED = 10_000, 20
 STDOUT = Path("<stdout>")
@@ -50,6 +50,7 @@ class Recorder:
         self._descriptors: dict[Path, tuple[int, float]] = {STDOUT: (1, math.inf)}
         """The descriptor of each file, and the time of its next check."""
         self._torn: set[Path] = set()
+        """Files whose last line is incomplete; the next record begins with a newline."""
         self._reported: set[str] = set()
         self.dropped = 0
         self.trouble = ""
@@ -162,7 +163,7 @@ class Recorder:
         return fd
 
     def _reopen(self, path: Path, fd: int) -> None:
-        """Redirects the descriptor to the new file at `path`, whose last line may be incomplete.
+        """Redirects the descriptor to the new file at `path`.
 
         If the new file cannot be opened, records still go to the old file. If the old file was
         deleted too, raises OSError.
@@ -175,12 +176,14 @@ class Recorder:
             raise
         os.dup2(new, fd, inheritable=False)
         os.close(new)
-        (self._torn.add if os.fstat(fd).st_size else self._torn.discard)(path)
         self._replaced(path)
 
     def _open(self, path: Path) -> int:
         self._check_ours(str(path))
-        return rundir.open_append(path)
+        is_torn = jsonl.read_bytes(path, 1) not in (b"", b"\n")
+        fd = rundir.open_append(path)
+        (self._torn.add if is_torn else self._torn.discard)(path)
+        return fd
 
     def _check_ours(self, what: str) -> None:
         if not self._is_ours():

@@ -109,6 +109,17 @@ def test_a_call_that_raises_is_counted_and_the_records_after_it_are_written(tmp_
     assert capfd.readouterr().err.count("KeyError: 'missing'") == 1
 
 
+def test_the_first_record_of_a_process_is_whole_after_a_torn_last_line(tmp_path):
+    path = tmp_path / "f.jsonl"
+    for before, expected in ((b'{"n":1}\n', b""), (b'{"n":1}\n{"n":', b"\n")):
+        path.write_bytes(before)
+        recorder = Recorder()
+        recorder.put(path, b"one\n")
+        recorder.put(path, b"two\n")
+        assert recorder.close(150)
+        assert path.read_bytes() == before + expected + b"one\ntwo\n"
+
+
 def test_records_go_on_in_the_file_that_is_there_when_somebody_replaced_it(tmp_path, capfd):
     recorder, path, aside = Recorder(), tmp_path / "f.jsonl", tmp_path / "aside"
     recorder.check_every_s = 0.0
