@@ -18,7 +18,7 @@ from trainers.contract.member import Member
 from trainers.failures import CheckpointError
 from trainers.guard import Guard, Spikes
 from trainers.inventory import Inventory
-from trainers.loader import Batch, Loader, open_on_all_ranks, read_batch
+from trainers.loader import Batch, Loader, open_on_all_ranks, read_batch, within_limit
 from trainers.manifest import Manifest
 from trainers.parallel import Single, make_strategy
 from trainers.precision import LossScale, allow_tf32, peak_flops, weights_dtype
@@ -70,7 +70,7 @@ class Training:
         self.phases = Phases(member.pulse, cuda, settings.report.nvtx)
         self.reduction = StepReduction(parallel.reduce, device)
         self.save_is_due = False
-        """True while a periodic checkpoint is due and its save has not started."""
+        """True while a periodic or requested checkpoint is due and its save has not started."""
         self.saver = Saver(run, parts, settings.checkpoint, member.home.is_there)
         every = settings.report.memory_every
         self.inventory = Inventory(member, parallel, self.plain, self.optimizer, every)
@@ -105,8 +105,12 @@ def draw_held_out(settings: Settings, run: Path, parallel: Single) -> list[Batch
         return []
     source = open_on_all_ranks(settings, run, parallel, held_out=True)
     count, device = settings.train.batch_size * parallel.world, parallel.device
+
+    def read() -> Batch:
+        return read_batch(source, count, parallel.rank, parallel.world, device)
+
     return [
-        read_batch(source, count, parallel.rank, parallel.world, device).to(device)
+        within_limit(read, "no held-out batch", source.about, settings.data).to(device)
         for _ in range(settings.eval.batches)
     ]
 

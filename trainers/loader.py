@@ -11,11 +11,12 @@ import contextlib
 import queue
 import threading
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from trainers.rejected_settings import DRAWN, step_range
 from trainers.schema import DataSettings, Settings
 from trainers.sequences import Recall, Source, State, Synthetic
 
+Result = TypeVar("Result")
 CLOSE_TIMEOUT_S = 5.0
 FAILED = "failed"
 """The fingerprint of a source that cannot be opened."""
@@ -144,8 +146,8 @@ class Loader:
                 else:
                     self._ready.put((batch, self.source.state() | ({SKIP: skip} if skip else {})))
         except BaseException as error:  # a panic in a Rust library is no Exception
-            why = f"{self.source.about} cannot be read: {type(error).__name__}: {error}"
-            self._ready.put(error if isinstance(error, Exception) else DataError(why))
+            is_error = isinstance(error, Exception)
+            self._ready.put(error if is_error else DataError(_broken(self.source.about, error)))
 
 
 def read_batch(source: Source, count: int, rank: int, world: int, device: torch.device) -> Batch:
@@ -196,24 +198,33 @@ def document_offsets(inputs: Tensor, end_token: int) -> tuple[int, ...]:
 def open_source(settings: Settings, run: Path, held_out: bool = False) -> Source:
     """Returns the source that the settings name, or its held-out part.
 
-    Raises DataError if the source is empty or cannot be opened within data.timeout_s. A thread that
-    hangs, for example on a dead mount, then continues.
+    Raises DataError if the source is empty or cannot be opened within data.timeout_s.
     """
-    data, opened = settings.data, Future[Source]()
+    about = f"{settings.data.source} {settings.data.path}".rstrip()
+    open_it = partial(_source, settings, run, held_out)
+    return within_limit(open_it, "no answer", about, settings.data)
 
-    def work() -> None:
+
+def within_limit(work: Callable[[], Result], what: str, about: str, data: DataSettings) -> Result:
+    """Returns the result of `work`, which a thread executes.
+
+    Raises DataError if `work` takes longer than data.timeout_s. A thread that hangs, for example on
+    a dead mount, then continues.
+    """
+    result = Future[Result]()
+
+    def run() -> None:
         try:
-            opened.set_result(_source(settings, run, held_out))
+            result.set_result(work())
         except Exception as error:
-            opened.set_exception(error)
+            result.set_exception(error)
         except BaseException as error:  # a panic in a Rust library
-            text = f"{data.source} cannot be opened: {type(error).__name__}: {error}"
-            opened.set_exception(DataError(text))
+            result.set_exception(DataError(_broken(about, error)))
 
-    threading.Thread(target=work, name="nsa-open", daemon=True).start()
-    if not wait([opened], data.timeout_s).done:
-        raise DataError(_late("no answer", f"{data.source} {data.path}".rstrip(), data))
-    return opened.result()
+    threading.Thread(target=run, name="nsa-data", daemon=True).start()
+    if not wait([result], data.timeout_s).done:
+        raise DataError(_late(what, about, data))
+    return result.result()
 
 
 def open_on_all_ranks(
@@ -236,6 +247,10 @@ def open_on_all_ranks(
         if fingerprint != prints[0]:
             raise DataError(f"rank {rank} finds other files than rank 0; use the same data on both")
     return source
+
+
+def _broken(about: str, error: BaseException) -> str:
+    return f"{about} cannot be read: {type(error).__name__}: {error}"
 
 
 def _late(what: str, about: str, data: DataSettings) -> str:
