@@ -36,25 +36,33 @@ def train(settings: Settings, member: Member, report: Report) -> str:
     """
     member.pulse.nonfinite_steps = 0
     member.pulse.set(0, "load")
-    training = Training(settings, member, report)
+    try:
+        return run_to_end(Training(settings, member, report))
+    except torch.OutOfMemoryError:
+        dump_out_of_memory(member)
+        raise
+
+
+def run_to_end(training: Training) -> str:
+    """Makes the steps and the last save, and closes the training. Returns the reason of the end."""
+    report = training.report
     try:
         began = time.perf_counter()
-        if training.first_step <= settings.train.steps:
+        if training.first_step <= training.settings.train.steps:
             training.loader.wait_for_first()
         report.record_event(
             "loader_ready", 0, f"data: {training.loader.source.about}",
             dt=time.perf_counter() - began, comm_hook=training.parallel.comm_hook,
         )  # fmt: skip
         reason = run_steps(training)
-        count_skipped(training, training.reduction.finish(include_newest=True))
+        rows = training.reduction.finish(include_newest=True)
+        count_skipped(training, rows)
+        training.guard.check(rows)
         halted = reason not in (DONE, RIGHT_REACHED)
         save_final(training, halted)
         if halted:
             training.phases.enter(report.steps_done, "halt")
             report.record_event("halt", report.steps_done, f"halted: {reason}", reason=reason)
-    except torch.OutOfMemoryError:
-        dump_out_of_memory(member)
-        raise
     finally:
         finish_save(training)
         training.profiler.close()
@@ -150,12 +158,15 @@ def reduce_figures(t: Training, step: int, figures: Tensor) -> list[Row]:
     """Starts to reduce this step's figures. Returns the rows whose sums are due.
 
     The row of a step is due one step later, so that this function need not wait for the slowest
-    rank. But if this step has a progress record, its row is due now.
+    rank. But the row of this step is due now if the step has a progress record, or if a save is
+    due, which depends on it.
     """
+    every = t.settings.checkpoint.every
+    t.save_is_due |= every > 0 and step % every == 0
     # Ranks may see a file at different steps, so only rank 0 requests a checkpoint or profile.
     requests = frozenset() if t.parallel.rank else t.member.new_requests()
     t.reduction.start(step, figures, requests | {t.member.halt_reason})
-    rows = t.reduction.finish(include_newest=t.report.due(step))
+    rows = t.reduction.finish(include_newest=t.report.due(step) or t.save_is_due)
     count_skipped(t, rows)
     for row in rows:
         t.report.count_right(row.right, row.tokens)
@@ -235,9 +246,13 @@ def run_requests(t: Training, step: int, rows: list[Row]) -> None:
     settings = t.settings.checkpoint
     saves_at_end = settings.at_end or settings.export != ""
     final = saves_at_end and step == t.settings.train.steps
-    t.save_is_due |= settings.every > 0 and step % settings.every == 0
-    # Weights may be unusable after a non-finite step, so a periodic save waits (`Guard.in_a_row`).
-    if CHECKPOINT_NOW in requests or (t.save_is_due and not final and not t.guard.in_a_row):
+    t.save_is_due |= CHECKPOINT_NOW in requests
+    # Weights may be unusable after a non-finite step, so a save waits (`Guard.in_a_row`).
+    if CHECKPOINT_NOW in requests and t.guard.in_a_row:
+        text = "the requested checkpoint is saved after the next finite step"
+        t.report.record_event("note", step, text)
+    is_finite = not t.guard.in_a_row and any(row.step == step for row in rows)
+    if t.save_is_due and is_finite and not final:
         save(t, step)
         t.save_is_due = False
 
@@ -262,7 +277,8 @@ def save_final(t: Training, halted: bool) -> None:
 
     Without `checkpoint.at_end`, only a training that was halted or exports its model saves. A
     process that made no step saves only if its directory lacks the checkpoint of the present step.
-    Raises CheckpointError.
+    After a non-finite step, the weights may be unusable, so no old checkpoint is removed. Raises
+    CheckpointError.
     """
     step, target = t.report.steps_done, t.settings.checkpoint.export
     t.phases.enter(step, "save")
@@ -271,8 +287,11 @@ def save_final(t: Training, halted: bool) -> None:
         saved = t.member.run / CHECKPOINTS / manifest.name_of(step)
         # Rank 0 decides, because it chose the checkpoint; the other ranks may use other paths.
         if step >= t.first_step or not t.parallel.gather(saved.is_dir())[0]:
-            saved = t.saver.save(position(t))
+            saved = t.saver.save(position(t), keeps_all=t.guard.in_a_row > 0)
             report_save(t, step, saved)
+            if t.guard.in_a_row:
+                text = f"the weights of {saved.name} may be unusable: the last step was not finite"
+                t.report.record_event("note", step, text)
         if target and t.parallel.rank == 0:
             export(saved, Path(target))
 

@@ -54,10 +54,13 @@ class Saver:
         self.remarks: list[str] = []
         """On rank 0: sentences on old checkpoints that remain after an error."""
 
-    def save(self, position: Manifest) -> Path:
-        """Writes a checkpoint and returns its directory. Raises CheckpointError on all ranks."""
+    def save(self, position: Manifest, keeps_all: bool = False) -> Path:
+        """Writes a checkpoint and returns its directory. Raises CheckpointError on all ranks.
+
+        With `keeps_all`, no old checkpoint is removed.
+        """
         target, state, writer = self._begin(position)
-        return self._alike(target, lambda: self._write(state, writer, position, target))
+        return self._alike(target, lambda: self._write(state, writer, position, target, keeps_all))
 
     def save_async(self, position: Manifest) -> None:
         """Copies the state and writes it in the background; `collect` returns the result.
@@ -120,22 +123,23 @@ class Saver:
         return on_all_ranks(self._parts.parallel, work, _not_written(target))
 
     def _write(
-        self, state: State, writer: FileSystemWriter, position: Manifest, target: Path
-    ) -> Path:
+        self, state: State, writer: FileSystemWriter, position: Manifest, target: Path,
+        keeps_all: bool = False,
+    ) -> Path:  # fmt: skip
         """Writes and completes one checkpoint."""
         try:
             state_dict_saver.save(
                 state, storage_writer=writer, process_group=self._group,
                 no_dist=self._group is None,
             )  # fmt: skip
-            self._seal(position, target)
+            self._seal(position, target, keeps_all)
         except BaseException:
             if self._parts.parallel.rank == 0 and self._ours():
                 rundir.remove_tree(_temporary(target))
             raise
         return target
 
-    def _seal(self, position: Manifest, target: Path) -> None:
+    def _seal(self, position: Manifest, target: Path, keeps_all: bool) -> None:
         """Completes a written checkpoint on rank 0; the other ranks wait for the result."""
         parallel, reason = self._parts.parallel, ""
         if parallel.rank == 0:
@@ -148,7 +152,8 @@ class Saver:
             else:
                 # The new checkpoint is complete, even if an old one cannot be removed.
                 last, every = self._settings.keep_last, self._settings.keep_every
-                self.remarks += manifest.retain(self._run, position.step, last, every)
+                if not keeps_all:
+                    self.remarks += manifest.retain(self._run, position.step, last, every)
         if self._group is not None:
             message = [reason]
             dist.broadcast_object_list(message, group=self._group, group_src=0)

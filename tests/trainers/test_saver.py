@@ -18,6 +18,7 @@ from tests.trainers.ranks import TIMEOUT_MIN, together
 from tests.trainers.runs import Run, latest_checkpoint, small
 from tests.trainers.test_checkpoint import at, made, saved, train
 from trainers import checkpoint, manifest, saver
+from trainers.contract.rundir import CHECKPOINT_NOW, HALT
 from trainers.failures import CheckpointError
 from trainers.parallel import Single
 from trainers.saver import Saver
@@ -254,16 +255,37 @@ def test_a_directory_that_rank_0_finds_replaced_fails_the_save_on_all_ranks(tmp_
 
 
 @pytest.mark.parametrize(
-    ("every", "bad", "code", "saved"), [(4, (4, 5), 0, [6]), (2, (3, 4, 5), 10, [2])]
+    ("every", "bad", "log_every", "code", "saved"),
+    [(4, (4, 5), 1, 0, [6, 8, 12]), (2, (3, 4, 5), 1, 10, [2]), (2, (8, 9, 10), 9, 10, [2, 4, 6])],
 )
-def test_no_due_checkpoint_has_the_weights_of_a_non_finite_step(tmp_path, every, bad, code, saved):
+def test_no_due_checkpoint_has_the_weights_of_a_non_finite_step(
+    tmp_path, every, bad, log_every, code, saved
+):
     """The save waits for a finite step; after three non-finite steps the training ends."""
     changes = small(
-        train__steps=7, train__max_nonfinite_steps=3, report__log_every=1, checkpoint__every=every,
-        checkpoint__at_end=False,
+        train__steps=12, train__max_nonfinite_steps=3, report__log_every=log_every,
+        checkpoint__every=every, checkpoint__at_end=False,
     )  # fmt: skip
     nans = ",".join(f"nan@{step}" for step in bad)
     run = Run(tmp_path, changes, nproc=1, flags={"NSA_DRILL": nans})
     assert run.wait() == code, run.text()
     assert [record["step"] for record in run.records(0, "checkpoint")] == saved
-    assert [manifest.step_of(path) for path in manifest.newest_first(run.path)] == saved
+    assert [manifest.step_of(path) for path in manifest.newest_first(run.path)] == saved[::-1]
+
+
+def test_a_halt_during_non_finite_steps_keeps_the_good_checkpoint(tmp_path):
+    """A requested checkpoint waits for a finite step, and the checkpoint of the halt is added."""
+    changes = small(
+        train__steps=5000, train__max_nonfinite_steps=5000, report__log_every=1,
+        checkpoint__every=4, checkpoint__keep_last=1,
+    )  # fmt: skip
+    nans = ",".join(f"nan@{step}" for step in range(6, 5001))
+    run = Run(tmp_path, changes, nproc=1, flags={"NSA_DRILL": nans})
+    run.until_step(8)
+    (run.path / CHECKPOINT_NOW).touch()
+    run.until(lambda: "requested checkpoint is saved after the next finite step" in run.text())
+    (run.path / HALT).touch()
+    assert run.wait() == 0, run.text()
+    steps = [manifest.step_of(path) for path in manifest.newest_first(run.path)]
+    assert steps == [run.records(0, "halt")[-1]["step"], 4]
+    assert "may be unusable: the last step was not finite" in run.text()
