@@ -46,7 +46,7 @@ def test_a_full_disk_costs_records_and_nothing_else(tmp_path, disk):
     run.until_step(5)
     filler = fill(disk)
     run.until(lambda: "records are dropped and counted" in run.text())
-    # A short record may still fit into the last block of its file. The pulse is copied at intervals.
+    # A short record may still fit into the last block of its file. The pulse is a copy.
     before = run.until(lambda: step_of(disk))
     full = run.until(lambda: max(step_of(disk) - before, 0)) + before
     filler.unlink()
