@@ -80,5 +80,17 @@ class Rule:
     def is_cleared(self, value: float) -> bool:
         return value <= self.clear if self.threshold >= self.clear else value >= self.clear
 
+    def clear_for(self, threshold: float) -> float:
+        """Returns the value that clears the rule with another threshold.
+
+        The value changes in proportion to the threshold. But if it lies between the threshold and
+        the healthy value 1 of a share or ratio, it changes in proportion to their distance.
+        """
+        lies_between = self.threshold < self.clear < 1 or self.threshold > self.clear > 1
+        is_same_side = (threshold < 1) == (self.threshold < 1)
+        if self.unit in ("share", "ratio") and lies_between and is_same_side:
+            return 1 - (1 - threshold) * (1 - self.clear) / (1 - self.threshold)
+        return self.clear * threshold / self.threshold
+
     def _reaches(self, value: float, bound: float) -> bool:
         return value >= bound if self.threshold >= self.clear else value <= bound

@@ -373,7 +373,7 @@ def check(watch: Watch, where: str) -> None:
 def with_plan(watch: Watch, actions: Mapping[str, str]) -> tuple[Rule, ...]:
     """Returns the table with a plan's changes; a rule in `actions` has at least that action.
 
-    The value that clears a rule changes in proportion to the rule's threshold.
+    The value that clears a rule changes as in `Rule.clear_for`.
     """
     rules = []
     for rule in TABLE:
@@ -382,7 +382,7 @@ def with_plan(watch: Watch, actions: Mapping[str, str]) -> tuple[Rule, ...]:
         if given is not None:
             threshold = rule.threshold if given.threshold is None else given.threshold
             rule = replace(
-                rule, threshold=threshold, clear=rule.clear * threshold / rule.threshold,
+                rule, threshold=threshold, clear=rule.clear_for(threshold),
                 for_s=rule.for_s if given.for_s is None else given.for_s,
             )  # fmt: skip
             action = given.action or action

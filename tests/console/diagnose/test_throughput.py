@@ -87,6 +87,8 @@ def test_a_small_lasting_drop_stays_an_alert_if_the_plan_has_a_higher_limit():
     run.train(100)
     run.train(2000, 0.8 * FAST)
     assert run.kinds == ["raise"]
+    run.train(1000)
+    assert run.kinds == ["raise", "clear"]
 
 
 def test_a_drop_in_a_run_of_many_records_a_second_is_reported():

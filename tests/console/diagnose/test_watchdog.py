@@ -335,6 +335,18 @@ def test_a_plan_changes_threshold_duration_and_action_of_a_rule():
     assert rule.clear == pytest.approx(4.8)
 
 
+@pytest.mark.parametrize("rule", TABLE, ids=lambda rule: rule.name)
+@given(share=st.floats(0.01, 0.99))
+def test_a_changed_threshold_of_a_ratio_leaves_healthy_values_that_clear_the_rule(rule, share):
+    """The threshold is drawn between that of the table and 1, the value of a healthy run."""
+    threshold = rule.threshold + share * (1 - rule.threshold)
+    changed = plan.section(Watch, {"rules": {rule.name: {"threshold": threshold}}}, "x")
+    (found,) = (each for each in rules.with_plan(changed, {}) if each.name == rule.name)
+    assert (found.threshold >= found.clear) == (rule.threshold >= rule.clear)
+    if rule.unit in ("share", "ratio") and not found.is_breached(1.0):
+        assert found.is_cleared(1.0)
+
+
 @pytest.mark.parametrize(
     ("given_rules", "text"),
     [
