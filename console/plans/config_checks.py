@@ -147,14 +147,22 @@ def disk(case: Case) -> Found:
 
 
 def _kept_bytes(case: Case, index: int) -> int:
-    """Returns the most bytes that a phase's scheduled checkpoints use; one may be unfinished."""
+    """Returns the most bytes that a phase's further checkpoints use; one may be unfinished."""
     every, last, forever, at_end = (
         case.value(index, f"checkpoint.{key}")
         for key in ("every", "keep_last", "keep_every", "at_end")
     )
+    try:
+        path = _resumes_from(case, index)
+        first = manifest.read(path).step if path else 0
+    except manifest.CheckpointError:  # the row `resume` fails
+        first = 0
     steps = case.value(index, "train.steps")
-    written = (steps // every if every else 0) + at_end
-    kept = min(written, last + 1 + (steps // forever if forever else 0))
+
+    def due(interval: int) -> int:
+        return max(0, steps // interval - first // interval) if interval else 0
+
+    kept = min(due(every) + at_end, last + 1 + due(forever))
     return kept * _figures(case, index).checkpoint_bytes
 
 
@@ -182,18 +190,25 @@ def resume(case: Case) -> Found:
     """
     found = []
     for index, phase in enumerate(case.plan.phases):
-        where = case.value(index, RESUME) if case.settings[index] else ""
-        is_inside = Path(where).absolute().is_relative_to(case.directory.absolute())
-        if where in ("", settings.AUTO) or is_inside:  # an earlier phase may save the checkpoint
-            continue
         try:
-            path, _ = manifest.choose(
-                Path(where), case.value(index, "checkpoint.from_step"), manifest.read
-            )
+            path = _resumes_from(case, index)
         except manifest.CheckpointError as error:
             return "fail", f"{phase.name} cannot resume: {error}; correct {RESUME}"
-        found.append(f"{phase.name} resumes from {path} if it is intact")
+        if path is not None:
+            found.append(f"{phase.name} resumes from {path} if it is intact")
     return "pass", ", ".join(found) or "no phase resumes from another run"
+
+
+def _resumes_from(case: Case, index: int) -> Path | None:
+    """Returns the checkpoint outside this launch from which a phase resumes, or None.
+
+    Raises CheckpointError if there is none.
+    """
+    where = case.value(index, RESUME) if case.settings[index] else ""
+    is_inside = Path(where).absolute().is_relative_to(case.directory.absolute())
+    if where in ("", settings.AUTO) or is_inside:  # an earlier phase may save the checkpoint
+        return None
+    return manifest.choose(Path(where), case.value(index, "checkpoint.from_step"), manifest.read)[0]
 
 
 def nearest_folder(path: Path) -> Path:

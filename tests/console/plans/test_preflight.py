@@ -131,6 +131,19 @@ def test_a_run_to_resume_that_has_no_readable_checkpoint_is_refused(tmp_path):
     assert "has no verified checkpoint of step 5" in row("resume", tmp_path, sets)[1]
 
 
+def test_a_resume_needs_the_space_of_the_checkpoints_that_it_still_saves(tmp_path):
+    """All 2,000,000 checkpoints do not fit; the last ones of the phase do."""
+    sets = {"checkpoint.every": "1", "train.steps": "2000000", "checkpoint.keep_every": "1"}
+    record = {"format": manifest.FORMAT, "step": 1_999_995, "tokens_total": 1, "world": 2,
+              "data": {}, "report": {}, "settings": {}, "files": {"x": [1, "0"]}}  # fmt: skip
+    path = tmp_path / "run" / "checkpoints" / "step_01999995"
+    path.mkdir(parents=True)
+    rundir.write_json(path / manifest.MANIFEST, record)
+    assert row("disk", tmp_path, sets)[0] == "fail"
+    result, text = row("disk", tmp_path, sets | {"checkpoint.resume": str(tmp_path / "run")})
+    assert (result, text.endswith("1.0 GiB are needed")) == ("pass", True), text
+
+
 def test_a_phase_may_resume_from_an_earlier_phase_of_its_launch(tmp_path):
     """With --run-dir, the directory of each phase is known before the launch."""
     case = bare(tmp_path)
