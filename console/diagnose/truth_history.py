@@ -88,7 +88,8 @@ class TruthHistory:
         self, fresh: Sequence[Progress], ranks: Sequence[RankEvidence], gpus: Sequence[Gpu]
     ) -> None:  # fmt: skip
         """Adds the new records and, if all ranks train after `WARM_STEPS`, a sample of the GPUs."""
-        for progress in fresh:
+        # By step, because the limit KEPT_STEPS applies to all ranks together.
+        for progress in sorted(fresh, key=lambda each: each.step):
             self._add(progress)
         is_training = all(
             each.phase in STEPPING and each.step > each.first_step + WARM_STEPS for each in ranks

@@ -14,8 +14,9 @@ from console.diagnose import truth
 from console.diagnose.rank_evidence import RankEvidence
 from console.diagnose.readings import setting_values
 from console.diagnose.rules import RULES
+from console.diagnose.truth_history import TruthHistory
 from console.model import Gpu
-from console.sources.pace import Pace
+from console.sources.pace import Pace, progress_of
 from tests.console.diagnose.watched import Watched
 from trainers.contract import VERSION
 
@@ -297,3 +298,15 @@ def test_figures_of_the_preflight_and_of_the_plan_are_read_from_run_json():
         "train.steps": 5, "expects.hours": 3.0, "measured.allreduce_gb_s": 7.5,
     }  # fmt: skip
     assert setting_values(run | {"machine": [], "expects": "x"}) == {"train.steps": 5}
+
+
+def test_a_poll_with_many_records_of_each_rank_keeps_the_newest_steps_of_all():
+    history = TruthHistory()
+    for first in (1, 101, 201):
+        records = [
+            progress_of({"rank": rank, "step": step, "steps_dt_s": [0.3], "batch_crc32": "aa"})
+            for rank in (0, 1) for step in range(first, first + 100)
+        ]  # fmt: skip
+        history.update(records, (), ())
+    assert history.same_batches() == (48, (0, 1))
+    assert history.step_s() == pytest.approx(0.3)
