@@ -118,7 +118,9 @@ def by_records(rank: int, head: LatestRecords, watch: Watch) -> RankEvidence:
     record, now = head.last, time.monotonic()
     step, pid = record["step"], jsonl.integer(record, "pid") or 0
     phase = "exit" if record["msg"] == "exit" else "log" if step else min(STARTING_PHASES)
-    usual_s, age_s = head.pace.usual_gap_s(watch.startup_s / SAFETY), head.pace.age_s(now)
+    usual_s = head.pace.usual_gap_s(watch.startup_s / SAFETY)
+    # The clock of the rank's host may be behind, so a step that has just been read counts too.
+    age_s = min(head.pace.age_s(now), head.pace.without_step_s(now))
     # With `first_step` 0, the limit of a rank at step 1 follows from the gaps between records.
     found = RankEvidence(rank, pid, "?", step, phase, age_s, p99_s=usual_s, first_step=0)
     is_unknown = head.pace.from_future and age_s <= limit_s(found, watch)

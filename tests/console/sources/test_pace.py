@@ -63,6 +63,15 @@ def test_a_rank_without_a_pulse_has_the_step_of_its_record_and_the_limit_of_its_
         assert limit_s(found, WATCH) == SAFETY * found.p99_s
 
 
+def test_a_host_whose_clock_is_behind_has_made_the_step_that_has_just_been_read():
+    head, behind_s, now = LatestRecords(pace=Pace()), 4000.0, time.monotonic()
+    head.pace.mark_old(now - 100)
+    for age_s in (60, 40, 20):
+        take(head, 10 - age_s // 20, 9e5 - behind_s - age_s, now - age_s, 9e5 - age_s)
+    assert head.pace.age_s(now) > behind_s
+    assert by_records(0, head, WATCH).unchanged_s == pytest.approx(20, abs=5)
+
+
 def test_a_clock_that_jumps_makes_no_record_older():
     head = told((), 1.0)
     take(head, 40, 1e9, 50.0, 1e9 + 2)
