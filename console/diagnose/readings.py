@@ -241,6 +241,12 @@ class History:
         """Returns a setting of the run as run.json has it, or None if run.json lacks it."""
         return self._settings.get(setting)
 
+    @property
+    def is_gate_fixed(self) -> bool:
+        """True if a setting forces one branch of the attention, or equal weights of all."""
+        forced = self.value("attention.force_branch") not in (None, "none")
+        return forced or bool(self.value("attention.uniform_gate"))
+
     def update(self, now: Readings) -> None:
         """Adds the data of one poll."""
         self._update_clock(now.ts - now.mono, now.mono)
@@ -250,7 +256,8 @@ class History:
         for progress in now.fresh:
             self.nonfinite.setdefault(progress.rank, NonFinite()).add_record(progress)
             if progress.rank == 0:
-                self._update_gate(progress)
+                if not self.is_gate_fixed:
+                    self._update_gate(progress)
                 self.rates.add(progress.toks_per_s)
         for rank in now.ranks:
             if rank.nonfinite_steps >= 0:

@@ -85,11 +85,10 @@ def _rank_zero_gradient(now: Readings, history: History, _watch: Watch) -> Measu
 def _dead_parameters(now: Readings, history: History, _watch: Watch) -> Measured | None:
     """Counts the parameters without a gradient in the first step of this attempt.
 
-    Returns None if no record names one, or if a setting forces one branch or equal weights.
+    Returns None if no record names one, or if a setting fixes the weights of the branches.
     """
     dead = now.progress[0].dead if 0 in now.progress else ()
-    forced = history.value("attention.force_branch") not in (None, "none")
-    if not dead or forced or history.value("attention.uniform_gate"):
+    if not dead or history.is_gate_fixed:
         return None
     names = ", ".join(dead[:4]) + (f" and {len(dead) - 4} more" if len(dead) > 4 else "")
     text = (

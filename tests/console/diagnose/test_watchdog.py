@@ -138,6 +138,17 @@ def test_a_rule_is_raised_once_and_cleared_once(name):
 
 
 @pytest.mark.parametrize(
+    ("name", "setting"),
+    [("gate_collapse", {"attention.force_branch": "win"}),
+     ("gate_never_learned", {"attention.uniform_gate": True})],
+)  # fmt: skip
+def test_the_fixed_weights_of_an_ablation_are_no_fault_of_the_gate(name, setting):
+    assert Clock(WATCH, settings=setting).run(CASES[name][0], SICK_S) == []
+    trained = {"attention.force_branch": "none", "attention.uniform_gate": False}
+    assert Clock(WATCH, settings=trained).run(CASES[name][0], SICK_S)[0][1:] == ("raise", name)
+
+
+@pytest.mark.parametrize(
     "name", ["stall", "zero_gradient", "gate_collapse", "gate_never_learned", "loader_slow",
              "gpu_lost", "throttle", "disk"],
 )  # fmt: skip
