@@ -94,19 +94,19 @@ class RankEvidence:
 
 
 def with_records(
-    rank: RankEvidence, head: LatestRecords, attempt: int, lagging: bool = False
+    rank: RankEvidence, head: LatestRecords, lagging: bool = False
 ) -> RankEvidence:  # fmt: skip
     """Returns a rank with figures from its records: p99, first step, exit code, times and doubt.
 
     `lagging` says that the pulse is an older sample, so the records may be ahead of it.
     """
-    # A recorded first step more than one step ahead of the pulse is wrong. After a restart, the
-    # present step is used as the first step until a step is recorded.
+    # A recorded first step more than one step ahead of the pulse is wrong. Until a step is
+    # recorded, the present step is the first one: a foreign program does not record a resume.
     first_step = head.first_step if head.first_step <= rank.step + 1 else FIRST_STEP
     ahead = head.progress is not None and head.progress["step"] > rank.step and not lagging
     return replace(
         rank, p99_s=head.pace.p99_s(rank.phase),
-        first_step=rank.step if attempt > 1 and not head.step else first_step,
+        first_step=first_step if head.step else rank.step,
         code=head.code if rank.code is None else rank.code,
         records_s=None if head is NO_RECORDS else head.pace.without_step_s(time.monotonic()),
         records_gap_s=head.pace.gap_s(), doubt="ahead" if ahead else "",

@@ -137,7 +137,7 @@ class OfflineRun:
         heads = self._source.reducer.heads(state.attempt)
         pulsed = tuple(
             seen for rank in state.ranks
-            if (seen := _pulsed(rank, heads.get(rank.rank, NO_RECORDS), state.attempt))
+            if (seen := _pulsed(rank, heads.get(rank.rank, NO_RECORDS)))
         )  # fmt: skip
         if all(seen.doubt for seen in pulsed):
             pulsed = ()  # no pulse can be trusted, so only the records are used
@@ -166,7 +166,7 @@ def _end_words(state: RunState) -> str:
     return f"{state.id} is {state.state}" + (f": {state.why}" if state.why else "")
 
 
-def _pulsed(rank: Rank, head: LatestRecords, attempt: int) -> RankEvidence | None:
+def _pulsed(rank: Rank, head: LatestRecords) -> RankEvidence | None:
     """Returns the evidence about a rank from its pulse, or None if the pulse is old or missing."""
     last = rank.pulse
     if last is None or last.since_s is None or last.age_s is None:
@@ -179,7 +179,7 @@ def _pulsed(rank: Rank, head: LatestRecords, attempt: int) -> RankEvidence | Non
     seen = RankEvidence(
         rank.rank, rank.pid, letter, last.step, last.phase, last.since_s, collectives
     )  # fmt: skip
-    return with_records(seen, head, attempt, lagging=not last.live)
+    return with_records(seen, head, lagging=not last.live)
 
 
 def _recorded(heads: Mapping[int, LatestRecords], watch: Watch) -> tuple[RankEvidence, ...]:

@@ -51,7 +51,7 @@ class Sampler:
         """Returns one sample; sets `evidence`, `gpus` and `rss_mib` from the same data."""
         now = time.monotonic()
         found = [
-            self._rank(worker, heads.get(worker.rank, NO_RECORDS), attempt, now, begun)
+            self._rank(worker, heads.get(worker.rank, NO_RECORDS), now, begun)
             for worker in sorted(workers, key=lambda w: w.rank)
         ]
         rows, self.evidence = [row for row, _ in found], tuple(seen for _, seen in found)
@@ -65,7 +65,7 @@ class Sampler:
         }  # fmt: skip
 
     def _rank(
-        self, worker: Worker, head: LatestRecords, attempt: int, now: float, begun: float
+        self, worker: Worker, head: LatestRecords, now: float, begun: float
     ) -> tuple[dict[str, Any], RankEvidence]:
         pid = worker.handle.pid
         ended = process.ProcessUse("Z" if worker.unreaped else process.GONE)
@@ -97,4 +97,4 @@ class Sampler:
             found.collectives, code=worker.code, nonfinite_steps=found.nonfinite_steps,
             records=found.records, start_ticks=worker.handle.start_ticks,
         )  # fmt: skip
-        return row, with_records(seen, head, attempt)
+        return row, with_records(seen, head)

@@ -104,7 +104,7 @@ def test_no_record_raises_in_what_watches(drawn):
             summed.add(accepted)
     seen = tuple(
         with_records(
-            RankEvidence(rank, 1, "S", 3, "forward", 1e6), told.heads.get(rank, NO_RECORDS), 1
+            RankEvidence(rank, 1, "S", 3, "forward", 1e6), told.heads.get(rank, NO_RECORDS)
         )
         for rank in range(3)
     )
@@ -151,9 +151,8 @@ def test_records_of_attempts_that_are_none_do_not_replace_what_is_known_of_the_p
     assert (head.step, head.saved, head.records) == (7, 3, 2)
 
 
-def at(told, step, attempt=1):
-    seen = RankEvidence(0, 1, "S", step, "forward", 99.0)
-    return with_records(seen, told.heads[0], attempt)
+def at(told, step):
+    return with_records(RankEvidence(0, 1, "S", step, "forward", 99.0), told.heads[0])
 
 
 def test_the_first_record_after_a_take_over_counts_though_its_steps_began_before():
@@ -179,11 +178,18 @@ def test_a_resume_that_the_pulse_disproves_raises_no_limit():
     assert limit_s(at(resumed, 20), watch) == 2.0
 
 
+def test_a_program_that_continues_its_own_checkpoint_has_the_limit_of_a_first_step():
+    watch = Watch(stall_floor_s=2, startup_s=600)
+    told = Recorded(live=True)
+    told.take(record(0, msg="boot"))
+    assert limit_s(at(told, 5001), watch) == 600.0
+    told.take(record(5001))
+    assert limit_s(at(told, 5002), watch) == 2.0
+
+
 def test_records_ahead_of_a_pulse_are_a_doubt_but_not_where_it_was_sampled_before():
     told = Recorded()
     told.take(record(30))
     assert at(told, 7).doubt == "ahead"
-    sampled = with_records(
-        RankEvidence(0, 1, "S", 7, "forward", 1.0), told.heads[0], attempt=1, lagging=True
-    )
+    sampled = with_records(RankEvidence(0, 1, "S", 7, "forward", 1.0), told.heads[0], lagging=True)
     assert not sampled.doubt
