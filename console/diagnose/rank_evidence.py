@@ -31,10 +31,10 @@ NAMED_AFTER_S = 3.0
 UNREPORTED = "step"
 """The value of `phase` within a step if the program has not reported a phase."""
 FIRST_STEP = 1
-Doubt = Literal["", "lost", "ahead", "future"]
+Doubt = Literal["", "lost", "ahead", "future", "unjoined"]
 DOUBTS: Mapping[Doubt, str] = {
     "lost": "has no readable pulse", "ahead": "records later steps than its pulse shows",
-    "future": "recorded a time in the future",
+    "future": "recorded a time in the future", "unjoined": "did not call join",
 }  # fmt: skip
 OVERDUE = 2.0
 """A record is overdue after this many times the longest recent gap between records."""
@@ -111,6 +111,19 @@ def with_records(
         records_s=None if head is NO_RECORDS else head.pace.without_step_s(time.monotonic()),
         records_gap_s=head.pace.gap_s(), doubt="ahead" if ahead else "",
     )  # fmt: skip
+
+
+def with_unjoined(ranks: Sequence[RankEvidence]) -> tuple[RankEvidence, ...]:
+    """Returns the ranks of a foreign program, with a doubt for ranks that did not call `join`.
+
+    While a rank is in start-up or in its first step, it may wait for a rank that has not called
+    `join` yet. Then no rank gets the doubt.
+    """
+    if any(each.phase and each.step <= each.first_step for each in ranks):
+        return tuple(ranks)
+    return tuple(
+        each if each.phase or each.doubt else replace(each, doubt="unjoined") for each in ranks
+    )
 
 
 def by_records(rank: int, head: LatestRecords, watch: Watch) -> RankEvidence:

@@ -16,6 +16,7 @@ from console.diagnose.rank_evidence import (
     unfinished,
     unusable_pulses,
     why_unconfirmed,
+    with_unjoined,
 )
 from console.diagnose.readings import Readings
 from console.diagnose.verdict import COLLECTING, diagnose
@@ -42,6 +43,7 @@ MAX_DOCUMENTS = 20
 the stall, the newest verdict overwrites the last file."""
 PULSE, DOUBTFUL_POLLS = "pulse", 3
 """The alert on doubtful pulses is raised after this number of polls in a row with such a pulse."""
+UNJOINED = "not-joined"
 UNWRITTEN, UNWRITTEN_S = "records", 30.0
 """This alert is raised if a record that a rank queued is not read within this time."""
 
@@ -117,6 +119,7 @@ class Monitor:
         `ending` says why the ranks end or have ended, or is "". With `ending`, `seen` is empty and
         no action is due. `unread` says why the records cannot confirm the pulses, or is "".
         """
+        seen = seen if self._run.settings else with_unjoined(seen)
         self._ending, unchanged = ending, self._unchanged(seen)
         if seen or ending:
             self._diagnose(seen, halting)
@@ -135,11 +138,11 @@ class Monitor:
         return True
 
     def reset(self) -> None:
-        """Closes the verdict, and clears the alerts on a pending halt, pulses and records."""
+        """Closes the verdict, and clears the alerts on a pending halt, pulses, join and records."""
         why = "the watch rules are not evaluated"
         self.close(why)
         self._evidence.clear()
-        for alert in (HALT_PENDING, PULSE, UNWRITTEN):
+        for alert in (HALT_PENDING, PULSE, UNJOINED, UNWRITTEN):
             self._alerts.clear(alert, why)
 
     def is_raised(self, rule: str) -> bool:
@@ -171,7 +174,8 @@ class Monitor:
     # --- the verdict ---------------------------------------------------------------------------
 
     def _diagnose(self, seen: Sequence[RankEvidence], halting: bool) -> None:
-        self._check_pulses(seen)
+        self._check_pulses([each for each in seen if each.doubt not in ("", "unjoined")])
+        self._check_joined([each for each in seen if each.doubt == "unjoined"])
         found = diagnose(seen, self._watch, time.time(), COLLECTING)
         if found is not None and self.verdict is None:
             still_s = min(each.unchanged_s for each in unfinished(seen))
@@ -202,12 +206,11 @@ class Monitor:
             "diagnosis", lambda: diagnose(seen, self._watch, time.time(), evidence), found
         )
 
-    def _check_pulses(self, seen: Sequence[RankEvidence]) -> None:
+    def _check_pulses(self, doubtful: Sequence[RankEvidence]) -> None:
         """Raises an alert after `DOUBTFUL_POLLS` polls in a row with a doubtful pulse.
 
         A poll without a doubtful pulse clears the alert.
         """
-        doubtful = [each for each in seen if each.doubt]
         self._doubtful_polls = self._doubtful_polls + 1 if doubtful else 0
         if self._doubtful_polls >= DOUBTFUL_POLLS:
             unusable = unusable_pulses(doubtful)
@@ -216,6 +219,14 @@ class Monitor:
             self._alerts.raise_(PULSE, text, "crit")
         elif not doubtful:
             self._alerts.clear(PULSE, "no pulse is in doubt")
+
+    def _check_joined(self, unjoined: Sequence[RankEvidence]) -> None:
+        """Raises an alert if ranks have not called `join` within `startup_s`."""
+        if not unjoined:
+            self._alerts.clear(UNJOINED, "no running rank is without join")
+        elif unjoined[0].unchanged_s > self._watch.startup_s:
+            then = "their steps are not known, and no stall of these ranks is detected"
+            self._alerts.raise_(UNJOINED, f"{unusable_pulses(unjoined)}: {then}")
 
     def _check_records(self, seen: Sequence[RankEvidence]) -> None:
         """Raises an alert if a rank queues records that are not read for `UNWRITTEN_S`.

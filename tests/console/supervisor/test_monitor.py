@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -87,6 +88,36 @@ def test_who_comes_late_acts_on_no_pulse_that_it_has_not_seen_change(tmp_path, c
     unseen = [text for text in texts if "rank 0 has not changed since the supervisor" in text]
     assert len(unseen) == late
     assert actions(2000, step=51) == ["restart"]
+    stage.directory.close()
+
+
+MOVES = RankEvidence(0, -1, "S", 50, "step", 0.2, records_s=0.2)
+WAITS = RankEvidence(0, -1, "S", 0, "boot", 500.0)
+SILENT = RankEvidence(1, -1, "S", 0, "", 500.0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "settings", "level"),
+    [
+        ((replace(SILENT, rank=0), SILENT), {}, "warn"),
+        ((MOVES, SILENT), {}, "warn"),
+        ((WAITS, SILENT), {}, "crit"),
+        ((replace(SILENT, rank=0), SILENT), {"train.steps": 9}, "crit"),
+        ((MOVES, SILENT), {"train.steps": 9}, "crit"),
+        ((MOVES, replace(SILENT, unchanged_s=50.0)), {}, ""),
+    ],
+    ids=["no rank joins", "one rank joins", "one rank waits for the other", "a trainer",
+         "a rank of a trainer", "a rank may still join"],
+)  # fmt: skip
+def test_ranks_of_a_foreign_program_without_join_are_not_stalled(tmp_path, ranks, settings, level):
+    stage = Stage(tmp_path, settings=settings)
+    for _ in range(4):
+        stage.dog.poll(SAMPLE, ranks, "", halting=False, unread="")
+    raised = [(of, text) for kind, of, text in stage.events if kind == "alert"]
+    assert [of for of, _ in raised] == ([level] if level else [])
+    assert (stage.dog.verdict is not None) == (level == "crit")
+    if level == "warn":
+        assert " did not call join" in raised[0][1]
     stage.directory.close()
 
 

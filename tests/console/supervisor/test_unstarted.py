@@ -43,6 +43,24 @@ def test_a_torchrun_without_ranks_alerts_until_it_starts_them(begin, tmp_path):
     assert started.wait_end()["phases"][0]["state"] == "halted"
 
 
+def test_a_program_that_does_not_call_join_is_not_stalled(begin, tmp_path):
+    program, go = tmp_path / "plain.py", tmp_path / "go"
+    program.write_text(
+        f"import os, time\nwhile not os.path.exists({str(go)!r}):\n    time.sleep(0.05)\n"
+    )
+    started = begin(
+        {"name": "one", "script": str(program), "nproc": 2},
+        watch={"startup_s": 1, "stall_floor_s": 60}, shell=STUB,
+    )  # fmt: skip
+    (alert,) = started.wait(lambda: started.alerts("not-joined"))
+    assert alert["level"] == "warn"
+    assert alert["text"].startswith("ranks 0-1 did not call join: their steps are not known")
+    assert started.state()["state"] == "starting"
+    go.touch()
+    assert started.wait_end()["phases"][0]["state"] == "completed"
+    assert (started.alerts("stall"), started.state()["stalls"]) == ([], 0)
+
+
 def begin_hanging(begin, folder, hangs: str, after: str = ""):
     """Starts two ranks whose end waits while `hangs`; `after` follows their last step."""
     program = folder / "hangs.py"
