@@ -29,13 +29,14 @@ PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 CSV_COLUMNS: Mapping[str, tuple[str, ...]] = {
     rundir.TRAINING_CSV: (
         "loss", "lr", "toks_per_s", "grad_norm", "tokens_total", "bytes_right", "skipped_steps",
+        "gate_entropy_mean", "gate_max_gate", "gate_collapse_frac",
     ),
     "k_stats.csv": ("sel_entropy", "sel_forced_share", "sel_distance_mean", "sel_overlap"),
     "fallback_counters.csv": ("fb_total",),
     "val.csv": ("val_loss", "ppl"),
 }  # fmt: skip
 """The columns of each CSV file after `step`. Scripts of the runbooks average the fourth column of
-training.csv."""
+training.csv. In a run with one rank, this file is the second source of some watch rules."""
 IN_SHARDS = ("k_stats.csv", "fallback_counters.csv")
 """Files whose names contain `_fsdp` with FSDP."""
 

@@ -12,6 +12,8 @@ from console.diagnose.verdict import diagnose
 from console.plan import Watch
 from console.sources.pace import progress_of
 from tests.console.diagnose.watched import Watched
+from trainers.contract import rundir
+from trainers.run_records import CSV_COLUMNS
 
 WATCH = Watch(stall_floor_s=10, startup_s=60, stall_act_s=20)
 decision = pytest.mark.decision
@@ -105,6 +107,7 @@ FIGURES = [
     for rule, csv, text, mark in (
         ("non_finite", {"loss": "nan"}, "", decision("act-on-figure", "true")),
         ("zero_gradient", {"grad_norm": 0.0}, "", decision("act-on-figure", "true")),
+        ("gate_collapse", {"gate_max_gate": 0.95}, "", decision("act-on-figure", "true")),
         ("non_finite", {"loss": 2.0}, "training.csv has another value at step",
          decision("act-on-figure", "lie")),
     )
@@ -181,6 +184,11 @@ def test_lost_throughput_is_acted_upon_when_the_pulses_confirm_it(pace, text):
 
 def test_each_rule_that_halts_has_a_second_source():
     assert all(RULES[name].corroborate for name in HALTING)
+
+
+def test_the_second_source_of_a_single_rank_has_the_figures_of_the_rules():
+    figures = {"loss", "grad_norm", "gate_entropy_mean", "gate_max_gate", "gate_collapse_frac"}
+    assert figures <= set(CSV_COLUMNS[rundir.TRAINING_CSV])
 
 
 # --- verdicts --------------------------------------------------------------------------------

@@ -135,6 +135,15 @@ def test_a_plan_warns_of_a_drop_of_the_throughput_as_early_as_by_default(plan):
     assert (drop.threshold, drop.severe) == (usual.threshold, 0.1)
 
 
+@pytest.mark.parametrize("plan", catalog.files())
+def test_a_rule_that_may_halt_a_single_rank_has_its_second_source(plan):
+    found = catalog.load(plan)
+    actions_of = {name: rule.action for name, rule in found.watch.rules.items()}
+    if {"zero_gradient", "gate_collapse"} & {n for n, a in actions_of.items() if a in rules.STRONG}:
+        alone = [phase for phase in found.phases if phase.nproc == 1]
+        assert [phase.name for phase in alone if phase.flags.get("NSA_DISABLE_CSV_LOGS")] == []
+
+
 def test_every_plan_file_is_among_those():
     named = {"m7c_2xa100", "m7c_1xa100", "m7c_1xh200", "ddp_validation", "fsdp_validation",
              "cpu_validation", "cpu_smoke"}  # fmt: skip
