@@ -109,14 +109,15 @@ def continues(options: LaunchOptions, phases: Iterable[Mapping[str, Any]]) -> di
 
 
 def continued_words(path: Path, root: Path) -> str:
-    """Returns a sentence on the newest launch below `root` that continues the launch at `path`.
+    """Returns a sentence on the newest launch that continues the launch at `path`, or "".
 
-    A launch continues the launches in its plan.json, and also the launches that those continue.
-    Returns "" if no launch continues the launch at `path`.
+    That launch is below `root`, or below the root of the launch at `path`. A launch continues the
+    launches in its plan.json, and also the launches that those continue.
     """
     top, newest = launches.launch_of(path) or path, None
     chain = {os.path.realpath(top)}
-    for each in reversed(launches.launches(root)):
+    roots = {os.path.realpath(each) for each in (root, launches.root_of(top))}
+    for each in reversed(launches.launches(*map(Path, roots))):
         stored = rundir.read_json(each / rundir.PLAN) or {}
         if not chain.isdisjoint(jsonl.mapping(stored, "continues")):
             chain.add(os.path.realpath(each))

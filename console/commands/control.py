@@ -66,7 +66,8 @@ def resume(options: argparse.Namespace) -> int:
         if not (options.yes or options.dry_run):
             raise RefusedError(f"{text}; resume that launch, or add --yes to resume this one")
         print_error(f"warning: {text}")
-    root, note, folder = options.root, "", rest_of_launch.working_directory(path)
+    root, note = launches.root_to_resume(path, options.root), ""
+    folder = rest_of_launch.working_directory(path)
     if folder is not None:
         path, root = path.absolute(), root.absolute()
         note = f"the working directory of the new launch is {folder}"
@@ -94,7 +95,7 @@ def _begin(chosen: LaunchOptions, options: argparse.Namespace, note: str = "") -
             for text in start:
                 print_line(text)
         return follow(RunSource(path), options)
-    known = chosen.run_dir is None and options.root == launches.ROOT
+    known = chosen.run_dir is None and chosen.root == launches.ROOT
     line = f"launched {name} in {path}; to follow it: {command('watch', name if known else path)}"
     show(options.json, {"id": name, "path": str(path)}, [line, *start])
     return 0

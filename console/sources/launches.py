@@ -9,6 +9,7 @@ from __future__ import annotations
 import calendar
 import contextlib
 import functools
+import itertools
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -124,9 +125,30 @@ def _is_copy(run: Path) -> bool:
     return (not planned or home.name in planned) and _is_in_place(original)
 
 
-def launches(root: Path = ROOT) -> list[Path]:
-    """Returns the launches in `root` (`<plan>/<stamp>/` or `<name>/`), the newest first."""
-    return [each.path for each in _known_in(_directories(root))]
+def root_of(path: Path) -> Path:
+    """Returns the root in which the launch of a run or launch directory was started.
+
+    For a launch with a directory of its own, this is the default root in its working directory.
+    """
+    launch = (launch_of(path) or path).absolute()
+    if STAMP.fullmatch(launch.name):
+        return launch.parents[1]
+    return Path(jsonl.text(rundir.read_json(launch / rundir.PLAN) or {}, "cwd")) / ROOT
+
+
+def root_to_resume(path: Path, root: Path) -> Path:
+    """Returns the root of a launch that resumes another: that of the other, or a chosen `root`.
+
+    So a later resume finds the new launch, in whatever directory the command is typed.
+    """
+    own = root_of(path)
+    return root if root != ROOT or own == root.absolute() else own
+
+
+def launches(*roots: Path) -> list[Path]:
+    """Returns the launches in `roots` (`<plan>/<stamp>/` or `<name>/`), the newest first."""
+    found = itertools.chain.from_iterable(map(_directories, roots or (ROOT,)))
+    return [each.path for each in _known_in(found)]
 
 
 def bare_runs(root: Path = ROOT) -> list[Path]:

@@ -99,8 +99,10 @@ class Operator:
     def _send(self, path: Path, choice: Choice) -> None:
         if choice.action == "resume":
             from console.launch_options import LaunchOptions
+            from console.sources.launches import root_to_resume
 
-            self._launch(LaunchOptions(resume=path, root=self._screen.draft.root))
+            root = root_to_resume(path, self._screen.draft.root)
+            self._launch(LaunchOptions(resume=path, root=root))
             return
         self.send(path, choice.action, dict(choice.args))
 

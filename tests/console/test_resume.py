@@ -327,6 +327,48 @@ def test_a_launch_whose_directory_is_gone_is_not_resumed_elsewhere(moved, capsys
     assert said.endswith("restore it, or cd to it, and resume again")
 
 
+def test_a_launch_that_was_resumed_is_not_resumed_again_from_another_directory(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    old = ended(tmp_path / "a")
+    assert launches.STAMP.fullmatch(old.name)
+    own = launches.root_of(old / "0-sanity")
+    continued(own, old / "0-sanity", "one", 1.6e9)
+    (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path / "b")
+    assert cli.main(["resume", str(old)]) == 4
+    assert "is already continued by one" in capsys.readouterr().err.replace("\n", " ")
+    cli.main(["status", str(old)])
+    assert "to resume, run" not in capsys.readouterr().out
+    with pytest.raises(RefusedError, match="is already continued by one, which"):
+        rest_of_launch.check_not_continued(LaunchOptions(resume=old))
+
+
+@pytest.mark.parametrize(("root", "folder"), [([], "a/artifacts"), (["--root", "own"], "b/own")])
+def test_a_resume_from_another_directory_starts_below_the_root_of_the_old_launch(
+    tmp_path, monkeypatch, capsys, root, folder
+):
+    """So the next resume of the old launch finds the new launch, wherever it is typed."""
+    monkeypatch.chdir(tmp_path)
+    old = ended(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path / "b")
+    cli.main([*root, "resume", str(old), "--dry-run", "--json"])
+    new = Path(json.loads(capsys.readouterr().out)["directory"])
+    assert new.parent == tmp_path / folder / "cpu_smoke"
+
+
+def test_the_root_of_a_launch_with_its_own_directory_is_in_its_working_directory(tmp_path):
+    old = ended(tmp_path)
+    own = old.rename(tmp_path / "mine")
+    directory.change(own / rundir.PLAN, cwd=str(tmp_path / "work"))
+    root = tmp_path / "work" / "artifacts"
+    assert launches.root_of(own / "0-sanity") == root
+    assert launches.root_to_resume(own, launches.ROOT) == root
+    assert launches.root_to_resume(own, tmp_path) == tmp_path
+
+
 def test_of_two_resumes_that_were_prepared_the_second_is_rejected(tmp_path, monkeypatch):
     old = ended(tmp_path)
     prepared = resumed(old)
