@@ -46,9 +46,16 @@ def find(name: str) -> Path:
 
 
 def load(name: str) -> Plan:
-    """Returns a plan whose gates and watch rules were checked. Raises UsageError."""
-    path = find(name)
+    """Returns a plan whose name, gates and watch rules were checked. Raises UsageError."""
+    path, known = find(name), files()
     plan = plans_module.load(path)
+    named = known.get(plan.name)
+    is_other = not named.samefile(path) if named else path in known.values()
+    if is_other:
+        raise UsageError(
+            f"{path}: the name {plan.name!r} selects {named or 'no file'}, not this file; remove "
+            "'name:', or rename the file"
+        )
     rules.check(plan.watch, f"{path}: watch")
     for index, phase in enumerate(plan.phases):
         where = f"{path}: phase {phase.name!r}"

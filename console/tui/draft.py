@@ -114,7 +114,9 @@ class Draft:
         failed = [f"not launched: {check.text}" for check in self.checks if check.result == "fail"]
         if self.trouble or failed:
             raise CannotAsk(self.trouble or failed[0])
-        plan = self.plan
+        from console.plans import catalog
+
+        plan, file = self.plan, catalog.files().get(self.plan_name, self.plan_name)
         ranks = counted(max(phase.nproc for phase in plan.phases), "rank")
         where = f"{self.prepared.directory.parent}/<UTC time>"
         begins: tuple[tuple[str, str], ...] = ()
@@ -129,7 +131,7 @@ class Draft:
             for name, origin in self.prepared.spec.flag_origins.items()
         ]
         facts = (
-            ("plan", f"{plan.name}: {', '.join(phase.name for phase in plan.phases)}"),
+            ("plan", f"{file}: {', '.join(phase.name for phase in plan.phases)}"),
             ("host", host),
             *begins,
             ("starts", f"{ranks} with torchrun; {BETWEEN[self.between]}"),

@@ -42,9 +42,35 @@ def test_the_projects_plans_are_found_from_anywhere(tmp_path, monkeypatch):
 def test_a_plan_of_the_working_directory_hides_the_projects(tmp_path, monkeypatch):
     folder = tmp_path / "configs" / "plans"
     folder.mkdir(parents=True)
-    Path(written(folder)).rename(folder / "cpu_smoke.yaml")
+    (folder / "cpu_smoke.yaml").write_text(json.dumps({"phases": PHASES}))
     monkeypatch.chdir(tmp_path)
-    assert catalog.load("cpu_smoke").name == "mine"
+    assert [phase.name for phase in catalog.load("cpu_smoke").phases] == ["one"]
+
+
+@pytest.mark.parametrize(
+    ("name", "selects"), [("cpu_smoke", "cpu_smoke.yaml"), ("huge", "no file")]
+)
+def test_the_name_of_a_listed_plan_is_that_of_its_file(tmp_path, monkeypatch, name, selects):
+    """Otherwise the list of plans would have an entry that launches another plan, or none."""
+    folder = tmp_path / "configs" / "plans"
+    folder.mkdir(parents=True)
+    (folder / "big.yaml").write_text(json.dumps({"name": name, "phases": PHASES}))
+    monkeypatch.chdir(tmp_path)
+    listed, wrong = catalog.plans()
+    assert {plan.name for plan in listed} == catalog.files().keys() - {"big"}
+    assert len(wrong) == 1
+    assert wrong[0].startswith(f"configs/plans/big.yaml: the name {name!r} selects ")
+    assert wrong[0].endswith(f"{selects}, not this file; remove 'name:', or rename the file")
+
+
+@pytest.mark.parametrize(("file", "text"), [("mine", "name: cpu_smoke\n"), ("cpu_smoke", "")])
+def test_a_plan_of_another_folder_cannot_have_the_name_of_a_listed_plan(tmp_path, file, text):
+    """Otherwise a second launch of the plan would launch the listed plan."""
+    path = tmp_path / f"{file}.yaml"
+    path.write_text(f"{text}phases: [{{name: one}}]\n")
+    with pytest.raises(UsageError, match=r"'cpu_smoke' selects .*cpu_smoke\.yaml, not this file"):
+        catalog.load(str(path))
+    assert catalog.load(str(catalog.PROJECT / catalog.FOLDER / "cpu_smoke.yaml"))
 
 
 @pytest.mark.parametrize(

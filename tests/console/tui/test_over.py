@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from console.model import Alert, Gate, Verdict
+from console.plans import catalog
 from console.sources.run import RunSource
 from console.supervisor import lock
 from console.tui.confirmations import CannotAsk
@@ -125,8 +126,10 @@ async def test_a_launch_names_the_flags_of_the_shell(tmp_path, monkeypatch):
         app.draft.flags["NSA_OPT_FUSED"] = "0"
         await pilot.press("2")
         await until(pilot, lambda: app.draft.is_checked)
-        flags = dict(app.draft.question("gpu01").facts)["flags"]
-        assert flags == "NSA_LR=0.5 of the shell, NSA_OPT_FUSED=0"
+        facts = dict(app.draft.question("gpu01").facts)
+        assert facts["flags"] == "NSA_LR=0.5 of the shell, NSA_OPT_FUSED=0"
+        file = catalog.files()["cpu_smoke"]
+        assert facts["plan"] == f"{file}: sanity, plumbing, recall", "another may have its name"
 
 
 @pytest.mark.parametrize(
