@@ -339,9 +339,9 @@ def _read(value: Any, kind: Any, key: str, where: str) -> Any:
             return {name: section(parts[1], x, f"{inside}: {name!r}") for name, x in held.items()}
         return _flag_values(held, inside) if parts[1] is str else held
     if get_origin(kind) is tuple:
-        if not isinstance(value, list):
-            raise UsageError(f"{where}: {key!r} must be a list of words")
-        return tuple(str(word) for word in value)
+        if not isinstance(value, list) or {type(word) for word in value} - {str, int, float}:
+            raise UsageError(f"{where}: {key!r} must be a list of words; quote no, off and null")
+        return tuple(map(str, value))
     if NoneType in parts:
         return _read(value, parts[0], key, where)
     plain = " ".join(value.split()) if isinstance(value, str) else value

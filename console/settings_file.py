@@ -108,11 +108,6 @@ def parse(document: Mapping[str, Any], where: str) -> Settings:
     if not found.hook_levels or not set(found.hook_levels) <= set(LEVELS):
         raise UsageError(f"{where}: 'hook_levels' must be a list of {', '.join(LEVELS)}")
     for key, words in (("hook", found.hook), ("alive", found.alive)):
-        # YAML reads the word no as False.
-        if not all(isinstance(word, str) for word in document.get(key) or ()):
-            raise UsageError(
-                f"{where}: '{key}' must be a list, [program, argument, …]; no shell runs it"
-            )
         if any(plan.UNPRINTABLE.search(word) for word in words):
             raise UsageError(f"{where}: '{key}' has control characters")
         if words and ("/" in words[0] or not words[0]) and not Path(words[0]).is_absolute():

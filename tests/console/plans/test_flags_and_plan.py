@@ -41,6 +41,8 @@ def test_every_shipped_plan_loads_and_is_named_like_its_file(path):
         ({"restart": {"backoff_s": 601}}, "it takes a number from 0 to 600 seconds"),
         ({"about": ["x"]}, "'about' cannot be ['x']; it takes a text"),
         ({"phases": [{"name": "a", "args": "x"}]}, "'args' must be a list"),
+        ({"phases": [{"name": "a", "args": ["--amp", False]}]}, "quote no, off and null"),
+        ({"checkpoints": {"backup": ["rclone", None]}}, "quote no, off and null"),
         ({"env": ["A"]}, "key: value"),
         ({"phases": [{"name": "a", "args": ["x\0y"]}]}, r"control character '\x00'"),
         ({"phases": [{"name": "a", "set": {"k": "\x1b[2J"}}]}, r"control character '\x1b'"),
