@@ -90,6 +90,8 @@ class Launch(Scrolls, View):
             state, launch = shown
             between = BETWEEN.get(launch.between, "") if launch.rest else "the last phase"
             note = between if live else "the launch has ended"
+            if launch.state in ("unsupervised", "unknown"):
+                note = f"state of the launch: {launch.state}"
             at = state.own_phase.index if state.own_phase else 0
             phases = [
                 replace(each, steps_planned=each.steps_planned or state.steps_planned)
@@ -108,7 +110,7 @@ class Launch(Scrolls, View):
         )
 
     def _ended(self, snapshot: ScreenData) -> tuple[RunState, LaunchState] | None:
-        """Returns the run and its launch, if the launch has ended and has the draft's plan."""
+        """Returns the run and its launch, if it is not in progress and has the draft's plan."""
         state = snapshot.state
         launch = state.launch if state else None
         is_shown = launch and not launch.under_way and launch.plan == self.draft.plan_name
@@ -161,8 +163,9 @@ class Launch(Scrolls, View):
             own = state.own_phase if is_live or self._ended(snapshot) else None
             name = own.name if own else state.id
             most = height if is_live or is_whole else height // 2
-            rows = gate_rows(state.gates, state.bounds, width, most,
-                             f"gates of {name}{'' if is_live else ', which ended'}")  # fmt: skip
+            ended = "" if is_live or state.state in LIVE_STATES else ", which ended"
+            title = f"gates of {name}{ended}"
+            rows = gate_rows(state.gates, state.bounds, width, most, title)
         if is_live:
             return rows
         return rows + self._draft_check_rows(width, height if is_whole else height - len(rows))
@@ -203,7 +206,8 @@ class Launch(Scrolls, View):
             now = {**state.decided, **state.environment}
             self._items = flag_list.items(now, snapshot.coming or None, changed)
             later = " and later" if self._later == "all" else ""
-            is_now = launch.under_way and (own is None or own.index == launch.phase)
+            runs = launch.under_way or state.state in LIVE_STATES
+            is_now = runs and (own is None or own.index == launch.phase)
             heading = (
                 "flags now" if is_now else f"flags of {own.name if own else DASH}, which ended"
             )
@@ -260,7 +264,7 @@ class Launch(Scrolls, View):
             self.console.say(why, "error")
             return
         if live is None and self._shown(self.snapshot):
-            why = "this run has ended, and its plan has no file; o chooses a plan"
+            why = "this launch is not in progress, and its plan has no file; o chooses a plan"
             self.console.say(why, "error")
             return
         name = item.flag.name

@@ -54,7 +54,7 @@ def phase_rows(
     passed = f"gates {sum(gate.result == 'pass' for gate in gates)}/{len(gates)}" if gates else ""
     results = [(phase.index == current and passed) or gates_text(phase) for phase in phases]
     longest = max(map(len, results), default=0)
-    name = min(max(len(phase.numbered) for phase in phases), width - 34 - longest) if phases else 0
+    name = min(max(len(phase.numbered) for phase in phases), width - 35 - longest) if phases else 0
     for phase, result in zip(shown, results[start:], strict=False):
         is_current = phase.index == current
         row = _phase_row(
@@ -92,7 +92,7 @@ def _phase_row(
     mark, strong = ("▸", "strong") if is_current else (" ", "")
     row = columns([
         (mark, 1, "now"), (phase.numbered, name, strong),
-        (phase.state, 11, STATE_STYLE.get(phase.state, "dim")),
+        (phase.state, 12, STATE_STYLE.get(phase.state, "dim")),
         (steps, -STEPS, ""), (took, -5, "dim"), (result, len(result), style),
     ])  # fmt: skip
     fits = phase.why and width_of(row) + 2 + len(phase.why) <= width

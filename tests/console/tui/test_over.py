@@ -105,6 +105,16 @@ async def test_both_questions_name_the_checkpoint_from_which_a_resume_would_cont
     assert facts["begins"] == f"sanity at step 1, {unused}"
 
 
+@pytest.mark.parametrize("plan", ["cpu_smoke", "no_file"])
+async def test_a_launch_without_a_supervisor_whose_ranks_train_has_not_ended(tmp_path, plan):
+    phases = recorded.phases(1, "unsupervised")
+    launch = recorded.launch("unsupervised", plan=plan, phases=phases)
+    state = dataclasses.replace(recorded.gates_failed(), state="unsupervised", launch=launch)
+    async with driven(app_on(state, root=tmp_path)) as (app, pilot):
+        await play(pilot, "2", "…state of the launch: unsupervised", "…▸ 1-plumbing   unsupervised")
+        assert "ended" not in recorded.picture(app)
+
+
 def passed(**given):
     """Returns a run whose phase passed, in a launch that ended with a phase left."""
     phases = list(recorded.phases(1, "completed"))
