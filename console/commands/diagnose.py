@@ -95,6 +95,8 @@ def lines(found: Diagnosis, record: dict[str, Any], root: Path) -> Iterator[str]
 def bundle(options: argparse.Namespace) -> int:
     """Writes the archive; prints its path and size, and the numbers of files and secrets."""
     path = launches.find(options.run, options.root)
+    top = launches.launch_of(path)  # no link in a launch is followed
+    path = path.resolve() if top is None or top == path else top.resolve() / path.name
     source = RunSource(path)
     state = source.poll()
     name = re.sub(r"[^\w.-]+", "-", state.id or path.name, flags=re.ASCII).strip("-.")[:100]

@@ -201,6 +201,28 @@ def test_a_bundle_of_a_launch_has_all_its_phases_and_that_of_a_run_only_this_run
         assert not any(name.startswith("1-second/") for name in files)
 
 
+@pytest.mark.parametrize("named", ["by_hand", "artifacts/first", "artifacts/first/0-first"])
+def test_a_bundle_of_a_link_that_the_operator_names_is_that_of_its_directory(tmp_path, named):
+    launch = directory.launch(tmp_path / "artifacts", "first", ".").resolve()
+    for run in (tmp_path / "by_hand", launch / "0-first"):
+        directory.beat(directory.run(run, state="completed"), 0, 1)
+    (tmp_path / "link").symlink_to(tmp_path / named)
+    found = []
+    for path in (tmp_path / named, tmp_path / "link"):
+        output = tmp_path / f"{path.name}.tar.gz"
+        assert cli(tmp_path, "bundle", str(path), "--output", str(output)).returncode == 0
+        found.append((opened(output)[0].keys(), opened(output)[1]["left_out"]))
+    assert found[0] == found[1]
+    assert {"run/run.json", "run/heartbeat_rank0.jsonl"} <= found[0][0]
+
+
+def test_a_linked_run_of_a_launch_is_left_out_even_if_it_is_named(hostile, tmp_path):
+    output = tmp_path / "x.tar.gz"
+    given = ("bundle", str(hostile / "1-linked"), "--output", str(output))
+    assert cli(tmp_path, *given).returncode == 0
+    assert b"private words" not in b"".join(opened(output)[0].values())
+
+
 def test_nothing_is_overwritten_and_no_part_stays(hostile, tmp_path):
     output = tmp_path / "x.tar.gz"
     output.symlink_to(tmp_path / "target")
