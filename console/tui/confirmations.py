@@ -162,18 +162,20 @@ def _of_adopt(state: RunState) -> dict[str, str]:
     if launch is None:
         raise CannotAsk(f"{state.id} belongs to no launch, so no supervisor can adopt it")
     if launch.state == "ended" and state.state not in LIVE_STATES:
-        raise CannotAsk(f"{state.id} has ended ({state.state}); {_no_resume(launch)}")
+        raise CannotAsk(f"{state.id} has ended ({state.state}); {_no_resume(state, launch)}")
     if "unsupervised" not in (launch.state, state.state):
         why = "R resumes an ended launch, or starts a supervisor for an unsupervised one"
         raise CannotAsk(f"{launch.id} is {launch.state}; {why}")
     return {"then": f"next phases: {', '.join(phase.name for phase in launch.rest) or 'none'}"}
 
 
-def _no_resume(launch: LaunchState) -> str:
+def _no_resume(state: RunState, launch: LaunchState) -> str:
     """Returns why R cannot resume a launch that has ended, and what else is possible."""
     if any(each.result == "pass" for each in launch.phases[launch.phase :]):
         return "R has nothing to resume; L launches a plan"
-    name = launch.current or "the run"
+    name, own = launch.current or "the run", state.own_phase
+    if own is not None and own.index != launch.phase:
+        return f"the launch ended in {name}; open the launch with o, and press R"
     why = f"R cannot resume it: {name} has no usable checkpoint"
     again = f"L starts the whole plan; to start {name} again: {command('resume', launch.path)}"
     return f"{why}; {again if launch.phase else 'L launches a plan'}"

@@ -158,6 +158,17 @@ def test_r_offers_no_resume_that_would_be_rejected_or_begin_again(changed):
         assert "new supervisor" in KEYS["adopt"].question(state).title
 
 
+def test_r_on_an_earlier_phase_does_not_judge_the_checkpoints_of_the_newest_one():
+    launch = recorded.launch()
+    state = ended(id=f"{launch.id}/0-sanity", path=f"{launch.path}/0-sanity", state="completed")
+    with pytest.raises(CannotAsk) as reason:
+        KEYS["adopt"].question(state)
+    assert str(reason.value) == (
+        f"{launch.id}/0-sanity has ended (completed); the launch ended in plumbing; open the launch "
+        "with o, and press R"
+    )
+
+
 async def test_a_key_that_can_change_no_flag_says_so_before_anything_is_typed():
     last = recorded.running(launch=recorded.launch(phase=2, phases=recorded.phases(2)))
     async with driven(app_on(last)) as (app, pilot):
