@@ -228,6 +228,8 @@ class PhaseState:
     dir: str
     has_gates: bool = False
     """True if the plan has gates for the phase. Without gates, a completed phase has passed."""
+    sweep: str = ""
+    """The sweep of which the phase is a run, or ""."""
 
     @property
     def numbered(self) -> str:

@@ -46,10 +46,11 @@ def plan(path: Path, said: Callable[[str], object]) -> tuple[Plan, dict[str, str
 
     The plan has the phases of an ended launch, from the first phase that did not pass. The options
     of the launch stay in effect. An operator's flag stays in effect if the answer to its request
-    confirms it. `said` gets a sentence on each flag without this confirmation, and on each gate
-    whose override ends. If the first phase starts a trainer of this project and has a checkpoint,
-    it resumes from its newest checkpoint. Raises RefusedError, for example if a process of the
-    launch is alive, or if all phases have passed.
+    confirms it. `said` gets a sentence on each flag without this confirmation, on each gate whose
+    override ends, and on a sweep that begins again with its first run. If the first phase starts a
+    trainer of this project, has a checkpoint and is no run of a sweep, it resumes from its newest
+    checkpoint. Raises RefusedError, for example if a process of the launch is alive, or if all
+    phases have passed.
     """
     top = launches.launch_of(path)
     if top is None:
@@ -68,20 +69,40 @@ def plan(path: Path, said: Callable[[str], object]) -> tuple[Plan, dict[str, str
     old = launch_spec.load(top, stored)
     done = [(each.get("state"), each.get("result")) for each in jsonl.entries(state, "phases")]
     index = len(list(itertools.takewhile(("completed", "pass").__eq__, done)))
-    gate_check.check_former(top, stored or {}, state | {"phase": index, "state": "running"})
+    first, sweep = _first_run(old.plan, index)
+    gate_check.check_former(top, stored or {}, state | {"phase": first, "state": "running"})
     if index >= len(old.plan.phases):
         raise RefusedError(f"all phases of {name} have passed; there is nothing to resume")
-    phases, by_operator = _with_operator_flags(top, old.plan, index, state, said)
-    run, origins = top / f"{index}-{phases[0].name}", dict(old.set_origins)
-    source = RunSource(run)
-    source.poll()
-    for gate in source.summary.overrides if source.summary else ():
+    phases, by_operator = _with_operator_flags(top, old.plan, index, first, state, said)
+    runs = [top / f"{n}-{old.plan.phases[n].name}" for n in range(first, index + 1)]
+    for gate in dict.fromkeys(itertools.chain(*map(_overrides, runs))):
         said(f"gate {gate} is evaluated again, without its override")
-    if phases[0].is_ours and _has_checkpoint(run):
+    origins = dict(old.set_origins)
+    if sweep:
+        if (runs[0] / rundir.RUN).exists():
+            said(f"the sweep {sweep} begins again, because runs of two launches are not compared")
+    elif phases[0].is_ours and _has_checkpoint(runs[0]):
         given = {key: value for key, value in phases[0].set.items() if key != FROM_STEP}
-        phases[0] = replace(phases[0], set={**given, gate_check.RESUME: str(run.absolute())})
+        phases[0] = replace(phases[0], set={**given, gate_check.RESUME: str(runs[0].absolute())})
         origins[gate_check.RESUME] = RESUME
     return replace(old.plan, phases=tuple(phases)), {**old.flag_origins, **by_operator}, origins
+
+
+def _first_run(planned: Plan, index: int) -> tuple[int, str]:
+    """Returns the index of the first run of the sweep that has the phase `index`, and the sweep.
+
+    Returns `index` and "" if the phase is no run of a sweep.
+    """
+    sweeps = [phase.sweep for phase in planned.phases]
+    name = sweeps[index] if index < len(sweeps) else ""
+    return (sweeps.index(name) if name else index), name
+
+
+def _overrides(run: Path) -> Iterable[str]:
+    """Returns the names of the overridden gates of a run."""
+    source = RunSource(run)
+    source.poll()
+    return source.summary.overrides if source.summary else ()
 
 
 def _has_checkpoint(run: Path) -> bool:
@@ -149,16 +170,18 @@ def check_not_continued(options: LaunchOptions) -> None:
 
 
 def _with_operator_flags(
-    top: Path, planned: Plan, index: int, plan_state: Mapping[str, Any],
+    top: Path, planned: Plan, index: int, first: int, plan_state: Mapping[str, Any],
     said: Callable[[str], object],
 ) -> tuple[list[Phase], dict[str, str]]:  # fmt: skip
     """Returns two values: phases with the operator's flags, and the origins of these flags.
 
-    The phases begin with the phase `index`. The operator's flags are in run.json for a phase that
-    began, and in plan_state.json for later phases. A flag that no answer to a request confirms is
-    not used, and `said` gets a sentence on it.
+    The phases begin with the phase `first`. The operator's flags are in run.json for the phase
+    `index`, if it began, and in plan_state.json for later phases. The runs of a sweep up to `index`
+    get the flags for all later phases. A flag that no answer to a request confirms is not used, and
+    `said` gets a sentence on it.
     """
-    run, phases = top / f"{index}-{planned.phases[index].name}", list(planned.phases[index:])
+    of_run, phases = planned.phases[index], list(planned.phases[first:])
+    run = top / f"{index}-{of_run.name}"
     has_begun, evidence = (run / rundir.RUN).exists(), cross_check.Evidence(top, [run])
     names = [phase.name for phase in planned.phases[: index + 1 + has_begun]]
     pending, unconfirmed = cross_check.confirmed_flags(plan_state, names, evidence)
@@ -166,7 +189,7 @@ def _with_operator_flags(
     own = {
         name: {"value": flag.value, "by": flag.origin.removeprefix(OPERATOR)}
         for name, flag in former_documents.flags(jsonl.mapping(record, "flags"), "origin").items()
-        if flag.origin.startswith(OPERATOR) and phases[0].flags.get(name) != flag.value
+        if flag.origin.startswith(OPERATOR) and of_run.flags.get(name) != flag.value
     }
     begun = {name: flag for name, flag in own.items()
              if evidence.confirms_flag(name, flag["value"], names[: index + 1])}  # fmt: skip
@@ -174,7 +197,8 @@ def _with_operator_flags(
     for claim in unconfirmed:
         said(f"{claim} of an operator is not used: no answer to a request confirms it")
     lasting = {name: flag for name, flag in pending.items() if flag["phases"] == "all"}
-    added = [*([begun] if has_begun else []), pending, *[lasting] * len(phases)]
+    earlier = [lasting if of_run.sweep else begun] * (index - first + has_begun)
+    added = [*earlier, pending, *[lasting] * len(phases)]
     origins = {name: f"{OPERATOR}{flag['by']}" for each in added for name, flag in each.items()}
     phases = [
         replace(phase, flags={**phase.flags, **{name: flag["value"] for name, flag in of.items()}})

@@ -101,11 +101,13 @@ def _end(launch: LaunchState) -> Question:
 def _resume(state: RunState, launch: LaunchState) -> Question:
     """Returns the confirmation to launch the rest of a launch that has ended."""
     action, phase = ACTIONS["resume"], state.own_phase or launch.phases[launch.phase]
-    later = launch.phases[phase.index + 1 :]
     begins = f"{phase.name} from the checkpoint of step {state.saved_step:,}"
     if launch.has_passed:
-        begins, later = f"{launch.rest[0].name}, because {phase.name} passed", launch.rest[1:]
-    rest = ", ".join(each.name for each in later) or "none"
+        begins, phase = f"{launch.rest[0].name}, because {phase.name} passed", launch.rest[0]
+    if sweep := phase.sweep:
+        begins = f"the sweep {sweep} with its first run"
+    later = launch.phases[phase.index + 1 :]
+    rest = ", ".join(each.name for each in later if not sweep or each.sweep != sweep) or "none"
     facts = (("launch", launch.id), ("begins", begins), ("then", f"next phases: {rest}"),
              action.cost)  # fmt: skip
     return Question("Resume this launch, in a new launch?", facts, launch.path, (_choice(action),))

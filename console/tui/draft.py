@@ -125,6 +125,8 @@ class Draft:
             unused += "; R resumes from it"
             if shown.launch and shown.launch.has_passed:
                 unused = f"not with {shown.launch.rest[0].name}; R starts it"
+            elif shown.own_phase and (sweep := shown.own_phase.sweep):
+                unused = f"not with the sweep {sweep}; R starts it"
             begins = (("begins", f"{plan.phases[0].name} at step 1, {unused}"),)
         flags = [
             f"{name}={plan.phases[0].flags[name]}{' of the shell' * (origin == 'shell')}"

@@ -270,6 +270,57 @@ def test_a_launch_that_has_not_ended_or_is_not_confirmed_is_refused(tmp_path):
         resumed(tmp_path / "a" / "b")
 
 
+SWEEP = """
+phases:
+  - name: lr
+    set: {train.steps: 30}
+    rounds: 9
+    variants: {low: {flags: {NSA_LR: 1e-4}}, high: {flags: {NSA_LR: 1e-3}}}
+  - {name: after, set: {train.steps: 2}}
+"""
+
+
+def halted_in_sweep(folder, passed):
+    """Writes a launch of `SWEEP` that was halted after `passed` runs; returns its directory."""
+    (folder / "compared.yaml").write_text(SWEEP)
+    old = actions.prepare(LaunchOptions(str(folder / "compared.yaml"), root=folder / "artifacts"))
+    spec = old.spec.as_dict(1.0)
+    rundir.make_directory(old.directory)
+    rundir.write_json(old.directory / rundir.PLAN, spec)
+    states = [("completed", "pass")] * passed + [("halted", "unknown")] + [("later", "")] * 18
+    phases = [
+        {"name": each["name"], "dir": f"{index}-{each['name']}", "state": state, "result": result}
+        for index, (each, (state, result)) in enumerate(zip(spec["phases"], states, strict=False))
+    ]
+    for index, each in enumerate(phases[: passed + 1]):
+        saved = old.directory / each["dir"] / rundir.CHECKPOINTS / "step_00000007"
+        saved.mkdir(parents=True)
+        found = {"format": manifest.FORMAT, "step": 7, "tokens_total": 1, "data": {},
+                 "files": {"x": [1, "0"]}}  # fmt: skip
+        rundir.write_json(saved / manifest.MANIFEST, found)
+        record = json.loads(json.dumps(dict(old.phases[index])))
+        rundir.write_json(old.directory / each["dir"] / rundir.RUN, record)
+    flag = {"value": "WARN", "phases": "all", "by": "ann", "ts": 1.0}
+    held = {"v": 1, "state": "ended", "phase": passed, "phases": phases}
+    held["next_flags"] = {"NCCL_DEBUG": flag}
+    rundir.write_json(old.directory / rundir.PLAN_STATE, held)
+    text = set_words("NCCL_DEBUG", "WARN", phases[passed]["name"], "all")
+    event = {"v": 1, "kind": "answer", "ok": True, "text": text}
+    (old.directory / rundir.EVENTS).write_bytes(jsonl.encode(event))
+    return old.directory
+
+
+@pytest.mark.parametrize("passed", [0, 5])
+def test_a_sweep_begins_again_because_runs_of_two_launches_are_not_compared(tmp_path, passed):
+    launch, said = halted_in_sweep(tmp_path, passed), list[str]()
+    found = actions.prepare(LaunchOptions(resume=launch, root=launch.parents[1]), said.append)
+    names = [phase["phase"] for phase in found.phases]
+    assert (len(names), names[0], names[-1]) == (19, "lr-1-low", "after")
+    assert {each["settings"]["checkpoint.resume"]["value"] for each in found.phases} == {""}
+    assert {each["flags"]["NCCL_DEBUG"]["value"] for each in found.phases} == {"WARN"}
+    assert "the sweep lr begins again, because runs of two launches are not compared" in said
+
+
 def test_a_halted_launch_goes_on_in_the_phase_that_it_was_in(begin):
     started = begin(phase("one", "member.py", 3), phase("two", "member.py", 100_000), shell=STUB)
     started.wait_steps(2, index=1)

@@ -130,6 +130,23 @@ def test_r_starts_the_next_phase_of_a_launch_whose_newest_phase_passed():
     assert "R resume" in [each.hint for each in recorded.noticed(passed())]
 
 
+def in_sweep(state):
+    """Returns the state, with `plumbing` and `recall` as two runs of a sweep."""
+    phases = [dataclasses.replace(each, sweep="lr" * (each.index > 0))
+              for each in state.launch.phases]  # fmt: skip
+    phases.append(dataclasses.replace(phases[-1], index=3, name="after", sweep=""))
+    launch = dataclasses.replace(state.launch, phases=tuple(phases))
+    return dataclasses.replace(state, launch=launch)
+
+
+@pytest.mark.parametrize("state", [in_sweep(ended()), in_sweep(passed())])
+def test_r_begins_a_sweep_again(state):
+    facts = dict(KEYS["adopt"].question(state).facts)
+    assert (facts["begins"], facts["then"]) == (
+        "the sweep lr with its first run", "next phases: after"
+    )  # fmt: skip
+
+
 async def test_a_launch_names_the_flags_of_the_shell(tmp_path, monkeypatch):
     monkeypatch.setenv("NSA_LR", "0.5")
     async with driven(app_on(root=tmp_path)) as (app, pilot):
