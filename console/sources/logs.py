@@ -21,91 +21,117 @@ BACKLOG_BYTES, LATE_BYTES = 256 << 10, 1 << 20
 """The most bytes of a log that one poll reads, and that a reader with `skips` leaves unread."""
 MAX_LINE_BYTES = 64 << 10
 ORDERED_S = 5.0
-"""If more time passes between two polls, the order between sources is shown as not known."""
+"""If no poll reads all logs to their ends for a longer time, their order is not known."""
 SAME_S = 1.0
 """Longest time between events that are about the same change."""
 _RANK_LOG = re.compile(r"rank(\d+)\.log")
 
 
 class Log:
-    """Follows one log. Reading starts `BACKLOG_BYTES` before the end of the log.
+    """Follows one log. Reading starts at the start of the rotated file, if there is one.
 
-    If the log is shorter, reading starts in the rotated file, if there is one. Lines that were not
-    read before a later rotation are skipped. With `skips`, a reader that is more than `LATE_BYTES`
-    behind continues `BACKLOG_BYTES` before the end. A line then says how much was skipped.
+    Lines that were not read before a later rotation are skipped. With `skips`, reading starts
+    `BACKLOG_BYTES` before the end; a reader that is later more than `LATE_BYTES` behind continues
+    there. A line then says how much was skipped.
     """
 
     def __init__(self, run: Path, path: Path, source: str, skips: bool = False):
         self._run, self.path, self.source, self._skips = run, path, source, skips
-        self._offset = -1
-        self._inode = 0
+        self._offset = self._rotated_bytes = 0
+        """The next offset, below 0 in the rotated file, and the size of the rotated file."""
+        self._inode: int | None = None
         self._carry = b""
+        self.is_behind = False
+        """True if the last poll stopped before the end of the log."""
 
     def poll(self, over: bool = False) -> list[bytes]:
         """Returns new complete lines; with `over` also an incomplete last line.
 
-        One call reads at most `BACKLOG_BYTES`. The first line after the start of reading or after a
-        skip may be cut. A line longer than `MAX_LINE_BYTES` may be returned in parts.
+        One call reads at most `BACKLOG_BYTES`. The first line after a skip may be cut. A line
+        longer than `MAX_LINE_BYTES` may be returned in parts.
         """
         try:
             with jsonl.opened(self.path, self._run) as fd:
                 status = os.fstat(fd)
-                self._begin(status)
-                skipped = self._skip(status.st_size)
-                data = os.pread(fd, BACKLOG_BYTES, self._offset)
+                skipped = self._seek(status)
+                data = self._read(fd)
         except OSError:
             return []
-        self._offset += len(data)
         *lines, self._carry = (self._carry + data).split(b"\n")
         lines[:0] = skipped
-        rest = over and self._carry and self._offset >= status.st_size
+        self.is_behind = self._offset < status.st_size
+        rest = over and self._carry and not self.is_behind
         if len(self._carry) > MAX_LINE_BYTES or rest:
             lines.append(self._carry)
             self._carry = b""
         return lines
 
-    def _begin(self, status: os.stat_result) -> None:
-        if self._offset < 0:
-            self._offset = max(0, status.st_size - BACKLOG_BYTES)
-            before = BACKLOG_BYTES - status.st_size
-            if before > 0:
-                kept = rotated_log(self.path)
-                self._carry = jsonl.read_bytes(kept, before, below=self._run)
+    def _seek(self, status: os.stat_result) -> list[bytes]:
+        """Finds the next offset; returns a line on the bytes that are skipped, if any."""
+        late_bytes = LATE_BYTES
+        if self._inode is None:
+            late_bytes = BACKLOG_BYTES
+            self._rotated_bytes = jsonl.size_bytes(rotated_log(self.path))
+            self._offset = -self._rotated_bytes
         elif status.st_ino != self._inode or status.st_size < self._offset:
             self._offset, self._carry = 0, b""
         self._inode = status.st_ino
-
-    def _skip(self, size_bytes: int) -> list[bytes]:
-        """With `skips`, skips older bytes if too many are unread; returns a line on the skip."""
-        if not self._skips or size_bytes - self._offset <= LATE_BYTES:
+        if not self._skips or status.st_size - self._offset <= late_bytes:
             return []
-        skipped_bytes = size_bytes - BACKLOG_BYTES - self._offset + len(self._carry)
-        self._offset, self._carry = size_bytes - BACKLOG_BYTES, b""
-        return [f"[console: {size(skipped_bytes)} of this log skipped]".encode()]
+        start = status.st_size - BACKLOG_BYTES
+        skipped_bytes = start - self._offset + len(self._carry)
+        self._offset, self._carry = start, b""
+        return [_skipped(skipped_bytes).encode()]
+
+    def _read(self, fd: int) -> bytes:
+        """Reads on in the rotated file, then in the log. Raises OSError."""
+        data = b""
+        if self._offset < 0:
+            kept, at = rotated_log(self.path), self._rotated_bytes + self._offset
+            data = jsonl.read_bytes(kept, min(BACKLOG_BYTES, -self._offset), at, self._run)
+            self._offset = self._offset + len(data) if data else 0
+        if self._offset >= 0:
+            rest = os.pread(fd, BACKLOG_BYTES - len(data), self._offset)
+            self._offset += len(rest)
+            data += rest
+        return data
+
+
+def _skipped(skipped_bytes: int) -> str:
+    return f"[console: {size(skipped_bytes)} of this log skipped]"
 
 
 class LogSource:
     """The logs of one attempt, as `r0`, `r1`, …, `torchrun`, and the events of the run as `sup`.
 
-    With `skips`, a log that grows faster than it is read is not read completely, as in `Log`.
+    With `skips`, long logs and events are not read completely, as in `Log`.
     """
 
     def __init__(self, run: Path, attempt: int = 1, skips: bool = False):
         self.run, self.attempt, self._skips = run, attempt, skips
         self._files: dict[str, Log] = {}
-        self._events = Tail(run / rundir.EVENTS, recent_bytes=READ_CHUNK_BYTES - 1)
+        recent_bytes = READ_CHUNK_BYTES - 1 if skips else None
+        self._events = Tail(run / rundir.EVENTS, recent_bytes=recent_bytes)
         self._last_event: dict[str, object] = {}
-        self._polled_ts = 0.0
+        self._current_ts = 0.0
+        """The last time when all logs had been read to their ends."""
+        self._unordered: set[str] = set()
+        """The sources of lines since this time."""
 
     def poll(self, over: bool = False) -> list[LogLine]:
         """Returns the new lines of all logs without blank lines; `over` as in `Log.poll`.
 
-        The lines are grouped by source. After a long time without a poll, the order between sources
-        is not known; if several sources have lines, a last line of `ALL_SOURCES` says this.
+        The lines are grouped by source. If the logs had not been read to their ends for a long
+        time, the order between sources is not known. If several sources have lines, a last line of
+        `ALL_SOURCES` says this as soon as all logs have been read to their ends.
         """
         self._discover()
         fresh = []
-        for record in self._events.poll():
+        has_begun = self._events.generation > 0
+        records = self._events.poll()
+        if not has_begun and self._events.left_out_bytes:
+            fresh.append(LogLine("sup", _skipped(self._events.left_out_bytes)))
+        for record in records:
             if line := _event_line(record, self._last_event):
                 fresh.append(line)
             self._last_event = record
@@ -114,10 +140,14 @@ class LogSource:
                 text = clean(raw[:MAX_LINE_BYTES].decode("utf-8", "replace"))
                 if text.strip():
                     fresh.append(LogLine(file.source, text))
-        before, self._polled_ts = self._polled_ts, time.time()
-        if self._polled_ts - before > ORDERED_S and len({line.source for line in fresh}) > 1:
-            text = f"above, before {clock(self._polled_ts)}: order between sources not known"
+        self._unordered |= {line.source for line in fresh}
+        if any(file.is_behind for file in self._files.values()):
+            return fresh
+        before, self._current_ts = self._current_ts, time.time()
+        if self._current_ts - before > ORDERED_S and len(self._unordered) > 1:
+            text = f"above, before {clock(self._current_ts)}: order between sources not known"
             fresh.append(LogLine(ALL_SOURCES, text))
+        self._unordered.clear()
         return fresh
 
     def _discover(self) -> None:

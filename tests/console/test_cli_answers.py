@@ -13,6 +13,7 @@ from console.diagnose.watchdog import Watchdog
 from console.model import Gate
 from console.plan import Watch
 from console.sources import launches
+from console.sources.record_files import rotated_log
 from console.sources.run import RunSource
 from tests.console.sources import directory
 from trainers.contract import rundir
@@ -259,6 +260,18 @@ def test_logs_of_the_supervisor_are_asked_for_as_the_screen_names_them(launch, c
     rundir.rank_log(run, 1, 0).write_text("words of a rank\n")
     code, out, _ = said(capsys, "logs", launch, "--rank", "sup")
     assert (code, "the disk was full" in out, "words of a rank" in out) == (0, True, False)
+
+
+def test_logs_print_each_line_of_a_long_log_and_of_its_rotated_file(launch, capsys):
+    log = rundir.rank_log(directory.run(launch / "0-first"), 1, 0)
+    log.parent.mkdir(parents=True)
+    every = ["Traceback: step 3", *(f"r0 line {i:060}" for i in range(20_000)), "the end"]
+    rotated_log(log).write_text("\n".join(every[:9000]) + "\nr0 li")
+    log.write_text("\n".join(every[9000:]).removeprefix("r0 li"))
+    code, out, _ = said(capsys, "logs", launch, "--grep", "Traceback")
+    assert (code, out) == (0, "r0       Traceback: step 3\n")
+    _, out, _ = said(capsys, "logs", launch, "--rank", 0)
+    assert [line[9:] for line in out.splitlines()] == every
 
 
 def test_a_run_that_was_started_by_hand_has_no_logs(tmp_path, capsys):

@@ -160,7 +160,8 @@ class LogView(Scrolls, View):
                 return
             index += by
         where = "later" if by > 0 else "earlier"
-        self.console.say(f"no {where} line with {self.needle!r}", "error")
+        held = f"in the {len(self._lines):,} lines of this view"
+        self.console.say(f"no {where} line with {self.needle!r} {held}", "error")
 
     do_find_next, do_find_previous = partialmethod(_step, 1), partialmethod(_step, -1)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from console.sources import launches, stacks
+from console.model import LogLine
+from console.sources import launches, record_files, stacks
 from console.sources.logs import LogSource
 from console.sources.sanitize import MAX_CHARS, clean
 from tests.console.sources import directory
@@ -115,6 +118,34 @@ def test_lines_without_a_known_common_order_are_not_shown_as_if_in_order(tmp_pat
         with (logs / f"rank{rank}.log").open("a") as stream:
             stream.write("step 530\n")
     assert [line.source for line in source.poll()] == ["r0", "r1"]
+
+
+def test_the_order_of_long_logs_is_called_not_known_once_when_all_are_read(tmp_path):
+    rundir.logs(tmp_path, 1).mkdir(parents=True)
+    for rank in (0, 1):
+        rundir.rank_log(tmp_path, 1, rank).write_text("".join(f"step {i}\n" for i in range(90_000)))
+    source, found = LogSource(tmp_path), list[LogLine]()
+    while fresh := source.poll():
+        found += fresh
+    assert [line.text for line in found if line.source == "r1"][-1] == "step 89999"
+    assert [i for i, line in enumerate(found) if line.source == "all"] == [len(found) - 1]
+
+
+def test_a_display_begins_near_the_end_of_long_logs_and_says_so(tmp_path):
+    log = rundir.rank_log(tmp_path, 1, 0)
+    log.parent.mkdir(parents=True)
+    record_files.rotated_log(log).write_text("the first line\n" * 100_000)
+    log.write_text("".join(f"step {i}\n" for i in range(90_000)))
+    for _ in range(9000):
+        directory.event(tmp_path, "note", text="a note" + 200 * "-", ts=5.0)
+    directory.event(tmp_path, "note", text="the newest note")
+    lines = LogSource(tmp_path, skips=True).poll()
+    firsts = {line.source: line.text for line in reversed(lines)}
+    for source in ("sup", "r0"):
+        assert re.fullmatch(r"\[console: \d\.\d MiB of this log skipped\]", firsts[source]), firsts
+    texts = [line.text for line in lines if line.source == "r0"]
+    assert (texts[2][:4], texts[-1]) == ("step", "step 89999")
+    assert all("skipped" not in line.text for line in LogSource(tmp_path).poll())
 
 
 def test_no_log_is_read_through_a_link(tmp_path):

@@ -36,6 +36,17 @@ async def test_logs_follow_filter_and_find(logged, size):
         assert "zero line" not in picture(app)
 
 
+async def test_a_search_in_a_part_of_a_long_log_does_not_say_that_the_log_has_no_such_line(logged):
+    with (logged / "logs" / "attempt1" / "rank0.log").open("a") as stream:
+        stream.writelines(f"zero line {i} loss 2.3\n" for i in range(60, 20_000))
+    async with driven(app_on(recorded.running(), run=logged)) as (app, pilot):
+        await until(pilot, lambda: app.book.total > 9000)
+        count = f"{app.book.total:,}"
+        await play(pilot, "4", "…following", "slash", *"wanted", "enter")
+        await see(pilot, f"no earlier line with 'wanted' in the {count} lines of this view")
+        await play(pilot, "g", "… KiB of this log skipped]")
+
+
 HOSTILE_LINES = (
     "漢字" * 90, "e\u0301" * 200, "👩‍👩‍👧" * 40, "\x1b]0;title\x07\x1b[2J\x1b[31mred",
     "\x9b31m\x90q\x9c", "tab\there\rback", "\u202eright to left", "\u200b" * 300,
