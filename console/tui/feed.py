@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +109,8 @@ class Feed:
         the feed's thread sets `_newest`, the newest launch or run."""
         self._source: RunSource | None = None
         self._opened: Path | None = None
-        self._state: RunState | None = None
+        self._last: ScreenData | None = None
+        """The last snapshot of this source; None until a read of the source succeeds."""
         self._logs: LogSource | None = None
         self._made: dict[str, tuple[object, Any]] = {}
         """The mark and the value of each part that is read only after a change of the mark."""
@@ -171,15 +172,20 @@ class Feed:
             self._wait()
 
     def _take_or_say(self) -> ScreenData:
-        """Reads once; an error becomes a text for the screen, so that the thread continues."""
-        at, path = time.monotonic(), self._path or self._newest or self._root
+        """Reads once; after an error, returns the last snapshot with a text about the error.
+
+        The snapshot keeps its `at`, so the header shows the age of the data.
+        """
+        path = self._path or self._newest or self._root
         try:
             return self.take()
         except OSError as error:
             text = f"{path} cannot be read: {error.strerror}"
         except Exception as mistake:
             text = f"cannot read {path}: {type(mistake).__name__}: {mistake}; please report it"
-        return ScreenData(at, time.time(), self._state, trouble=text)
+        if self._last is None:
+            return ScreenData(time.monotonic(), time.time(), trouble=text)
+        return replace(self._last, log=(), log_begins=False, trouble=text)
 
     def take(self) -> ScreenData:
         """Reads once and returns the data."""
@@ -193,10 +199,10 @@ class Feed:
             return ScreenData(at, now)
         if self._source is None or self._opened != path:
             self._source, self._opened = self._open(path), path
-            self._logs, self._state, self._made = None, None, {}
+            self._logs, self._last, self._made = None, None, {}
         source = self._source
         self._stamps = self._stamp()  # a file that changes during the read is read again
-        state = self._state = poll_confirmed(source, former=False)
+        state = poll_confirmed(source, former=False)
         coming = self._poll_coming(state.launch)
         run = source.run_path
         log, begins = self._poll_logs(run, state)
@@ -204,9 +210,10 @@ class Feed:
         charts = {name: series.points(name) for name in self.wanted}
         stacks, last_verdict = self._poll_stacks(run, state), self._poll_last_verdict(run)
         self._watched = [run / name for name in STAMPED] if run else []
-        return ScreenData(
+        self._last = ScreenData(
             at, now, state, charts, recorded, stacks, last_verdict, log, begins, "", *coming
         )
+        return self._last
 
     def _unless_same(self, name: str, mark: object, make: Callable[[], Any]) -> Any:
         """Returns the stored part `name`; if its mark has changed, `make` makes the part again."""
@@ -270,7 +277,8 @@ class Feed:
         return [rundir.stamp(path) for path in self._watched]
 
     def _wait(self) -> None:
-        behind = self._state is not None and self._state.behind_bytes > 0
+        state = self._last.state if self._last else None
+        behind = state is not None and state.behind_bytes > 0
         end = time.monotonic() + (0.0 if behind else POLL_S)
         while not self._stopped and time.monotonic() < end:
             if self._nudged.wait(GLANCE_S):
