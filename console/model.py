@@ -292,6 +292,12 @@ class LaunchState:
         return self.phases[self.phase + 1 :]
 
     @property
+    def not_started(self) -> str:
+        """The names of the phases from the current phase on that have not started."""
+        left = self.phases[self.phase :]
+        return ", ".join(phase.name for phase in left if phase.state in ("next", "later"))
+
+    @property
     def has_passed(self) -> bool:
         """True if the current phase has passed its gates, and another phase follows."""
         current = self.phases[self.phase : self.phase + 1]

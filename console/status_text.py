@@ -185,8 +185,8 @@ def outcome(state: RunState) -> tuple[str, str]:
     gates = "gate failed" if failed else "gate unknown" if "unknown" in results else "incomplete"
     words = {NOT_GOOD: gates, EXIT_CODES["halted"]: "halted"}
     word = words.get(code, state.state) if state.state == "completed" else state.state
-    left = [phase.name for phase in launch.rest if phase.state in ("next", "later")]
-    return word, launch.why + (f"; not started: {', '.join(left)}" if left else "")
+    left = launch.not_started
+    return word, launch.why + (f"; not started: {left}" if left else "")
 
 
 def with_word(word: str, why: str) -> str:

@@ -184,7 +184,7 @@ class Feed:
         except Exception as mistake:
             text = f"cannot read {path}: {type(mistake).__name__}: {mistake}; please report it"
         if self._last is None:
-            return ScreenData(time.monotonic(), time.time(), trouble=text)
+            return ScreenData(time.monotonic(), time.time(), log_begins=True, trouble=text)
         return replace(self._last, log=(), log_begins=False, trouble=text)
 
     def take(self) -> ScreenData:
@@ -206,6 +206,7 @@ class Feed:
         coming = self._poll_coming(state.launch)
         run = source.run_path
         log, begins = self._poll_logs(run, state)
+        begins |= self._last is None
         series, recorded = source.series, source.series.names
         charts = {name: series.points(name) for name in self.wanted}
         stacks, last_verdict = self._poll_stacks(run, state), self._poll_last_verdict(run)

@@ -112,19 +112,19 @@ def _of_state(state: RunState, is_stall_told: bool) -> list[Notice]:
 def _of_launch(state: RunState, launch: LaunchState | None) -> list[Notice]:
     if launch is None or launch.state not in ("waiting", "ended"):
         return []
-    rest = ", ".join(phase.name for phase in launch.rest)
     if launch.state == "waiting":
-        name = f"phase {launch.rest[0].name}" if rest else "the next phase"
+        name = f"phase {launch.rest[0].name}" if launch.rest else "the next phase"
         text = f"waiting for confirmation before {name}"
         return [Notice("warn", text, "L start  E flags  H halt")]
-    if not rest:
+    if not launch.not_started:
         return []
     last, missed = launch.phases[launch.phase], not_passed(state.gates)
     why = f"{last.name} {last.state}"
-    if last.state == "completed":
+    if last.state in ("completed", "next"):
         why = missed or launch.why or why
     hint = "2 gates" if missed else "R resume" if state.can_resume else ""
-    return [Notice("warn" if missed else "info", f"launch ended: {why}; not started: {rest}", hint)]
+    text = f"launch ended: {why}; not started: {launch.not_started}"
+    return [Notice("warn" if missed else "info", text, hint)]
 
 
 def _of_gates(gates: tuple[Gate, ...]) -> list[Notice]:

@@ -62,7 +62,8 @@ HALTED = {"state": "ended", "why": "halt requested by op"}
     ],
 )  # fmt: skip
 def test_a_plan_that_ended_says_why_and_which_phase_was_not_started(gates, launch, words):
-    held = recorded.launch(phases=recorded.phases(1, "completed"), **launch)
+    phases = recorded.phases(launch.get("phase", 1), "completed")
+    held = recorded.launch(phases=phases, **launch)
     state = dataclasses.replace(recorded.waiting(), gates=gates, launch=held)
     row = text_of(alert_rows(noticed(state), 80)[0])
     text = " ".join(notice.text for notice in noticed(state))

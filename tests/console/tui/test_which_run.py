@@ -11,10 +11,13 @@ from textual.events import Key
 
 from console.tui.confirmations import CannotAsk
 from console.tui.draft import Draft
+from console.tui.feed import open_source
 from console.tui.widgets.chooser import Entry
+from tests.console.sources import directory
 from tests.console.tui import recorded
-from tests.console.tui.recorded import Asked, app_on, driven, lines, picture, play, until
+from tests.console.tui.recorded import Asked, app_on, driven, lines, picture, play, see, until
 from tests.console.tui.test_actions import LAUNCH
+from trainers.contract import rundir
 
 OTHER = "/nowhere/other/20261122-000000"
 
@@ -77,6 +80,25 @@ async def test_another_run_resumes_a_paused_display():
         await until(pilot, lambda: app.snapshot.state.path.startswith(OTHER))
         await until(pilot, lambda: app.view.snapshot is app.snapshot)
         assert "paused" not in lines(app)[0]
+
+
+async def test_a_launch_without_a_run_shows_no_log_of_the_former_run(tmp_path):
+    first = directory.launch(tmp_path)
+    log = rundir.rank_log(directory.run(first / "0-first"), 1, 0)
+    log.parent.mkdir(parents=True)
+    log.write_text("RuntimeError: the first launch\n")
+    second = directory.launch(tmp_path, "other")
+    phases = [{"name": "first", "state": "next"}, {"name": "second", "state": "later"}]
+    directory.change(
+        second / rundir.PLAN_STATE, state="ended", why="the supervisor found .HALT", phases=phases
+    )
+    app = app_on(recorded.running(), root=tmp_path)
+    app.feed._open, app.feed._path = open_source, first
+    async with driven(app, (120, 40)) as (_, pilot):
+        await see(pilot, "RuntimeError: the first launch")
+        app.feed.follow(second)
+        await see(pilot, "launch ended: the supervisor found .HALT; not started: first, second")
+        await see(pilot, "no log lines yet")
 
 
 def test_a_plan_that_is_chosen_again_during_its_check_is_not_checked_yet(tmp_path):
