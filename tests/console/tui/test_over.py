@@ -181,8 +181,8 @@ def test_r_on_an_earlier_phase_does_not_judge_the_checkpoints_of_the_newest_one(
     with pytest.raises(CannotAsk) as reason:
         KEYS["adopt"].question(state)
     assert str(reason.value) == (
-        f"{launch.id}/0-sanity has ended (completed); the launch ended in plumbing; open the launch "
-        "with o, and press R"
+        f"{launch.id}/0-sanity has ended (completed); the launch ended in plumbing; open the "
+        "launch with o, and press R"
     )
 
 
