@@ -39,7 +39,8 @@ class Readings:
 
     `fresh` has the progress records since the last poll, rank by rank; `progress` has the newest
     progress record of each rank. `records_only` says that `ranks` were derived from the ages of
-    records, not from pulses. `newest_ts` is the time in the newest record (unix s).
+    records, not from pulses. `newest_ts` is the time in the newest record (unix s). `suspended_s`
+    is the time for which this host was suspended since its boot; `mono` does not contain it.
     """
 
     mono: float
@@ -54,6 +55,7 @@ class Readings:
     disk_free_gib: float | None = None
     checkpoint_gib: float | None = None
     newest_ts: float | None = None
+    suspended_s: float = 0.0
     stall_doubt: str = "no second source was read"
     """Why no second source confirms a stall, or "" if a second source confirms it."""
     csv: Progress | None = None
@@ -249,7 +251,7 @@ class History:
 
     def update(self, now: Readings) -> None:
         """Adds the data of one poll."""
-        self._update_clock(now.ts - now.mono, now.mono)
+        self._update_clock(now.ts - now.mono - now.suspended_s, now.mono)
         self._update_time(now)
         self.truth.update(now.fresh, now.ranks, now.gpus)
         self._update_fetch(now.fresh)

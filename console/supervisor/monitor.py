@@ -391,5 +391,6 @@ def readings(
         progress={r: p for r, head in heads.items() if (p := head.pace.progress)},
         newest_ts=max(record_ts, default=None), csv=csv, stall_doubt=stall_doubt, env=env or {},
         rss_mib=rss_mib, memory=procfs.memories() if here else (), gpus=gpus,
+        suspended_s=time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic(),
         disk_free_gib=disk.get("free_gib"), checkpoint_gib=disk.get("checkpoint_gib"),
     )  # fmt: skip

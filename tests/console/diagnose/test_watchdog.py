@@ -243,6 +243,14 @@ def test_a_jump_of_the_wall_clock_is_reported_and_then_accepted():
     assert [change[1:] for change in changes] == [("raise", "clock"), ("clear", "clock")]
 
 
+def test_a_host_that_was_suspended_has_no_jump_of_its_wall_clock():
+    def make(tick):
+        asleep_s = 3600.0 if tick > 50 else 0.0
+        return {"ts": 1e9 + tick + asleep_s, "suspended_s": 7.0 + asleep_s}
+
+    assert Clock(WATCH).run(make, 200) == []
+
+
 EXITED_LONG_AGO = RankEvidence(1, 101, "gone", 60, "exit", 5000.0)
 
 

@@ -30,6 +30,7 @@ def clock(monkeypatch):
     """Stops the clocks of the monitor, so that a pause of this process does not change a stall."""
     found = SimpleNamespace(at=time.monotonic(), now=time.time())
     found.time, found.monotonic = lambda: found.now, lambda: found.at
+    found.CLOCK_BOOTTIME, found.clock_gettime = time.CLOCK_BOOTTIME, lambda _: found.monotonic()
     monkeypatch.setattr(monitor, "time", found)
     return found
 
