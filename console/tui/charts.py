@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from console.model import LIVE_STATES, RunState
 
 BANDED = 16
-"""One chart draws a band over at most this many GPUs or ranks."""
+"""One chart draws a band over at most this many GPUs or ranks; more series take too much memory."""
 DEFAULT = 4
 """Number of charts that are shown while no chart has data and the operator has chosen none."""
 LAYER, LOWEST_LAYER = "gate_entropy:", "gate_entropy_lowest_layer"
@@ -32,7 +32,10 @@ class Chart:
     parts: tuple[str, ...] = ()
     """The series whose values the zoomed chart lists one by one."""
     measures: str = ""
-    """The measured thing ("GPU", "CPU" or "RSS") if the unit does not show it, or else ""."""
+    """The measured thing ("GPU", "CPU" or "RSS") if the unit does not show it, or else "".
+
+    With more than `BANDED` GPUs or ranks, the numbers of the shown ones follow.
+    """
     is_over: bool = False
     """True for a chart of ranks or GPUs after the end of the run: it has no present value."""
 
@@ -76,6 +79,8 @@ def _of_run(chart: Chart, state: RunState, recorded: Collection[str]) -> Chart:
         numbers, each, measures = [gpu.index for gpu in state.gpus], "GPU", "GPU"
         series = "gpu_util_pct" if chart.title == UTILISATION else "gpu_mem_mib"
     names = tuple(f"{series}:{number}" for number in numbers[:BANDED])
+    if len(numbers) > BANDED:
+        measures += f" {'' if state.gpus else 'r'}{numbers[0]}–{numbers[BANDED - 1]}"
     is_over = state.state not in LIVE_STATES
     return replace(chart, names=names, each=each, parts=names, measures=measures, is_over=is_over)
 

@@ -52,6 +52,8 @@ def chart_rows(
     gap = ", " if width >= WIDE else " "
     detail = gap.join(filter(None, (chart.unit_word, _window_words(span, width))))
     note = _note(chart, series, width, width - len(f"{chart.title} {detail} ─ "))
+    if len(f"{chart.title} {detail} ─ {note}") > width:
+        detail = chart.unit_word
     rows = [rule(chart.title, width, note, selected, detail=detail)]
     cell = None if at is None else min(room - 1, max(0, int((at - start) * room / span)))
     labels = _labels(low, high, chart.unit, body_height)

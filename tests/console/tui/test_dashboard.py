@@ -145,6 +145,20 @@ def test_a_zoomed_chart_fits_its_size_with_any_number_of_parts(chart, size):
     assert all(width_of(row) <= size[0] for row in rows[:1])
 
 
+@pytest.mark.parametrize("width", [39, 80])
+@pytest.mark.parametrize(
+    ("ranks", "has_gpus", "shown"),
+    [(16, True, "GPU %"), (17, True, "GPU 0–15 %"), (32, False, "CPU r0–15 %")],
+)
+def test_a_chart_of_some_ranks_or_gpus_says_which(ranks, has_gpus, shown, width):
+    name = "gpu_util_pct" if has_gpus else "cpu_pct"
+    series = {f"{name}:{i}": ((NOW - 9, 97.0), (NOW, 97.0 - (i == 15))) for i in range(ranks)}
+    chart = charts.of_run(recorded.running(ranks, has_gpus), series, ())[0]
+    title = text_of(chart_rows(chart, series, (NOW - 9, 60), width, 8, "braille")[0])
+    assert title.startswith(f"utilisation {shown}")
+    assert title.endswith("96% to 97%")
+
+
 def test_the_history_keeps_the_series_of_every_chart(tmp_path):
     run, names = directory.run(tmp_path), {n for chart in charts.CATALOG for n in chart.names}
     figures = dict.fromkeys(names, 1.0) | {"steps_dt_s": [1.0], "gate_entropy_layers": [1.0]}
