@@ -75,11 +75,25 @@ class LogView(Scrolls, View):
     @property
     def end(self) -> int:
         """The number of lines above the view's lower edge; if possible, enough to fill the view."""
-        return max(min(self.seen, len(self._lines)), self._index(self.bottom))
+        return max(self._end_of_page(0), self._index(self.bottom))
+
+    def _end_of_page(self, start: int, share: int = 1) -> int:
+        """Returns the index after the last line that fits into the view if line `start` is first.
+
+        The lines fill about the view's height divided by `share`.
+        """
+        width, height = self.pane.size.width, max(1, self.pane.size.height - 1)
+        end, filled = start, 0
+        while end < len(self._lines) and filled * share < height:
+            filled += len(log_rows(self._lines[end][1], width, height))
+            if filled > height:
+                break
+            end += 1
+        return end
 
     def scroll_to_line(self, end: int) -> None:
         """Shows the lines before index `end`; at the end of the log, the view follows again."""
-        end = max(min(self.seen, len(self._lines)), end)
+        end = max(self._end_of_page(0), end)
         self.bottom = None if end >= len(self._lines) else self._lines[end][0]
         self.pane.redraw()
 
@@ -114,7 +128,7 @@ class LogView(Scrolls, View):
         start = end
         while start > 0 and len(body) < height:
             start -= 1
-            rows = log_rows(self._lines[start][1], width)
+            rows = log_rows(self._lines[start][1], width, height)  # the first row stays in view
             if self.needle:
                 rows = [highlighted(row, self.needle) for row in rows]
                 if self._lines[start][0] == self.at:
@@ -124,6 +138,10 @@ class LogView(Scrolls, View):
 
     def scroll_by(self, by: int) -> None:
         self.scroll_to_line(self.end + by)
+
+    def do_page_down(self) -> None:
+        """Shows the lines from the last displayed line on."""
+        self.scroll_to_line(max(self.end + 1, self._end_of_page(max(0, self.end - 1))))
 
     def _choose(self, by: int) -> None:
         names = self._sources
@@ -156,7 +174,7 @@ class LogView(Scrolls, View):
         while 0 <= index < len(self._lines):
             if low in self._lines[index][1].text.lower():
                 self.at = self._lines[index][0]
-                self.scroll_to_line(index + 1 + self.seen // 2)
+                self.scroll_to_line(self._end_of_page(index, 2))
                 return
             index += by
         where = "later" if by > 0 else "earlier"
@@ -166,5 +184,5 @@ class LogView(Scrolls, View):
     do_find_next, do_find_previous = partialmethod(_step, 1), partialmethod(_step, -1)
 
     def copied(self) -> str:
-        shown = self._lines[max(0, self.end - self.pane.size.height + 1) : self.end]
+        shown = self._lines[max(0, self.end - self.seen) : self.end]
         return "\n".join(f"{line.source} {line.text}" for _, line in shown)

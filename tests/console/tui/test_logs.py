@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
@@ -10,6 +11,7 @@ from console.model import LogLine
 from console.tui.widgets.loglines import BACKLOG
 from tests.console.tui import recorded
 from tests.console.tui.recorded import SIZES, app_on, driven, lines, picture, play, see, until
+from trainers.contract import rundir
 
 
 @pytest.fixture
@@ -45,6 +47,31 @@ async def test_a_search_in_a_part_of_a_long_log_does_not_say_that_the_log_has_no
         await play(pilot, "4", "…following", "slash", *"wanted", "enter")
         await see(pilot, f"no earlier line with 'wanted' in the {count} lines of this view")
         await play(pilot, "g", "… KiB of this log skipped]")
+
+
+async def test_found_and_first_lines_are_shown_among_lines_of_several_rows(tmp_path):
+    log = rundir.rank_log(tmp_path, 1, 0)
+    log.parent.mkdir(parents=True)
+    long = [f"long {i} {'x y z ' * 60}" for i in range(60)]
+    long[30] = f"the needle {long[30]}"
+    log.write_text("\n".join([*long, *(f"short {i}" for i in range(100))]) + "\n")
+    async with driven(app_on(recorded.running(), run=tmp_path)) as (app, pilot):
+        await play(pilot, "4", "…short 99", "slash", *"needle", "enter", "…find 'needle'")
+        await see(pilot, "the needle long 30", "long 31")
+        await play(pilot, "g", "…r0    long 0", "…long 1 ", "down", "pageup")
+        assert lines(app)[3].startswith("r0    long 0"), picture(app)
+        shown = set[str]()
+        for _ in range(40):
+            shown |= set(re.findall(r"long \d+|short \d+", picture(app)))
+            await pilot.press("pagedown")
+        assert len(shown) == 160, "each line is shown"
+        await play(pilot, "slash", *"missing", "enter", "…no earlier line", "G", "…following")
+
+
+async def test_an_empty_log_can_be_scrolled():
+    async with driven(app_on(recorded.running())) as (_, pilot):
+        await play(pilot, "4", "…no log lines yet", "pagedown", "pageup", "g", "G", "down", "up")
+        await see(pilot, "following new lines")
 
 
 HOSTILE_LINES = (
