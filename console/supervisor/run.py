@@ -215,6 +215,8 @@ class Run:
         self.is_final = self.is_final or action in former_documents.STOPS
         if action in ("stop", "kill"):
             self._check.stop()
+        if self.over:  # by another request in the same poll
+            return "the run has ended; no further attempt starts"
         if self._next_at is not None:
             self._conclude(
                 *decide(Facts(previous_end=self._ended[-1].why, requested=action, by=by))

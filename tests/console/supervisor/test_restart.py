@@ -255,6 +255,16 @@ def test_a_halt_ends_the_wait_for_the_next_attempt(begin):
     assert not process.with_token(started.token())
 
 
+def test_a_stop_of_owner_and_working_process_at_once_is_one_stop(begin):
+    """Systemd and a shutdown send TERM to all processes of the supervisor."""
+    started = waiting(begin, 600)
+    for pid in (started.owner["pid"], started.child()):
+        os.kill(pid, signal.SIGTERM)
+    assert started.wait_end()["phases"][0]["state"] == "stopped"
+    states = [event["text"] for event in started.events(0) if event["kind"] == "state"]
+    assert states[-1].startswith("restarting → stopped")
+
+
 @pytest.mark.parametrize("blocked", [False, True])
 def test_a_halt_file_made_by_hand_keeps_the_next_attempt_from_starting(begin, blocked):
     started = waiting(begin, 3 if blocked else 600)
