@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,8 +52,8 @@ class Directory(Recorder):
         self.lost = ""
         """The last result of `find_loss`."""
         self._results: deque[tuple[Callable[..., object], object, Exception | None]] = deque()
-        self._documents: dict[Path, Mapping[str, Any]] = {}
-        """The newest version of each document that waits to be written."""
+        self._documents: dict[Path, tuple[object, Mapping[str, Any]]] = {}
+        """A mark and the newest version of each document that waits to be written."""
         self.unwritten: dict[Path, Mapping[str, Any]] = {}
         """Documents to write now, or again after a failure; used only on this object's thread."""
         self.reported = 0
@@ -174,10 +175,11 @@ class Directory(Recorder):
     def _replaced(self, path: Path) -> None:
         self.replaced.append(path)
 
-    def _write_document(self, path: Path, record: Mapping[str, Any]) -> None:
-        """Writes a document, unless a later call writes a newer version."""
+    def _write_document(self, path: Path, mark: object) -> None:
+        """Writes the version with this mark, unless a later call writes a newer version."""
         with self._lock:
-            if self._documents.get(path) is not record:
+            newest, record = self._documents[path]
+            if newest is not mark:
                 return
             del self._documents[path]
         self._write_version(path, record)
@@ -294,12 +296,13 @@ class Directory(Recorder):
         A document gets the queue position of its newest call. With `keeps_place`, this version is
         written even if a newer version waits.
         """
-        version = dict(record)
+        version, mark = dict(record), object()
         if keeps_place:
             return self.call(lambda: self._write_version(path, version))
         with self._lock:
-            self._documents[path] = version
-        return self.call(lambda: self._write_document(path, version))
+            self._documents[path] = mark, version
+        # The call has only the mark, so that old versions need no memory while the disk hangs.
+        return self.call(partial(self._write_document, path, mark))
 
     def close(self, timeout_s: float = 60.0) -> bool:
         """Tries to write the unwritten documents, as `_write_rest` does; closes like `Recorder`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, cast
@@ -34,6 +35,16 @@ def test_of_documents_that_wait_only_the_newest_is_kept(tmp_path):
             directory.document(tmp_path / "b.json", {"n": -n})
     assert rundir.read_json(tmp_path / "a.json") == {"n": 9999}
     assert rundir.read_json(tmp_path / "b.json") == {"n": -9999}
+
+
+def test_old_versions_that_wait_need_no_memory(tmp_path):
+    tracemalloc.start()
+    with queued(directory := Directory()):
+        for n in range(1000):
+            directory.document(tmp_path / "a.json", {"n": str(n) * 10_000})
+        used_bytes = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert used_bytes < 1 << 20
 
 
 def test_documents_are_replaced_in_the_order_of_their_newest_calls(tmp_path):
