@@ -63,6 +63,7 @@ class Live:
             if adopt:
                 access.check_ours(path)
             else:
+                rundir.remove_tree(unready)  # of a process that was killed here
                 unready.mkdir(mode=0o700)
             self._home = rundir.OpenDirectory(unready)
             # With `adopt`, only `sweep` can have the lock, because the former process is dead.
@@ -208,7 +209,7 @@ def sweep(after_s: float = SWEPT_AFTER_S) -> None:
     A directory remains for `after_s` after its last change. Until then, its pulses are a second
     source on how the ranks ended.
     """
-    for path in rundir.SHARED_MEMORY.glob(f"{_prefix()}*"):
+    for path in rundir.SHARED_MEMORY.glob(f"*{_prefix()}*"):  # with a "." while it is made
         try:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
@@ -217,7 +218,7 @@ def sweep(after_s: float = SWEPT_AFTER_S) -> None:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if abs(time.time() - os.fstat(fd).st_mtime) < after_s:
                 continue
-            if not (process.with_token(path.name.removeprefix(_prefix())) or _is_used(path)):
+            if not (process.with_token(path.name.rpartition("-")[2]) or _is_used(path)):
                 rundir.remove_tree(path)
         except OSError:
             continue

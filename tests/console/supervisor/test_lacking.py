@@ -13,7 +13,7 @@ import pytest
 
 from console import actions
 from console.supervisor import launcher
-from console.supervisor.live_directory import Live
+from console.supervisor.live_directory import Live, sweep
 from tests.faults.scene import ROOT
 from tests.launches import HANG_GUARD_S, STUB, Started, phase
 from tests.mounts import tmpfs
@@ -160,6 +160,17 @@ def test_ranks_have_a_live_directory_only_with_room_for_all_of_them(memory):
     live.renew(3)
     assert live.path is None
     assert os.listdir(memory) == ["full"]
+
+
+def test_a_live_directory_that_was_killed_half_made_is_replaced_or_removed(memory):
+    for token in ("0123456789abcdef", "fedcba9876543210"):
+        half = memory / f".{rundir.LIVE_PREFIX}{os.geteuid()}-{token}"
+        half.mkdir()
+        (half / "pulse_rank0").touch()
+    live = Live("0123456789abcdef", 1, 1, memory)
+    assert (live.path is not None, live.why) == (True, "")
+    sweep(after_s=0)
+    assert os.listdir(memory) == [live.path.name]
 
 
 def test_a_store_into_what_has_no_room_is_an_error_and_no_bus_error(memory):
