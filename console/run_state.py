@@ -365,7 +365,8 @@ LIVE: tuple[StateRule, ...] = (
     ("halting", lambda f: f.halt_wanted or f.halting_ranks > 0,
      lambda f: f"halt, requested by {f.by or 'a .HALT file or a signal'}"),
     ("running", lambda f: f.step > 0,
-     lambda f: "torchrun is not running; the ranks continue without it" if f.torchrun_gone else ""),
+     lambda f: "torchrun is not running; the ranks continue without it"
+     if f.torchrun_gone and len(f.ends) < f.world else ""),
     ("starting", lambda f: True,
      lambda f: "torchrun starts the ranks" if f.spawned else "preparing the run directory"),
 )  # fmt: skip

@@ -52,6 +52,12 @@ def test_live_states(facts, state):
     assert decide(Facts(**facts))[0] == state
 
 
+def test_the_ranks_do_not_continue_without_torchrun_after_their_ends():
+    for ends, words in (((), "torchrun is not running; the ranks continue"), (GOOD, "")):
+        state, why = decide(Facts(spawned=True, step=9, torchrun_gone=True, ends=ends, world=2))
+        assert (state, why[:43]) == ("running", words)
+
+
 def test_a_stalled_run_shows_its_pending_halt():
     why = decide(Facts(step=9, halt_file=True, verdict="rank 1 is stopped"))[1]
     assert why == "rank 1 is stopped; a halt is pending"
