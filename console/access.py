@@ -16,6 +16,14 @@ def set_safe_umask() -> None:
     os.umask(mask or 0o022)
 
 
+def check_working_directory() -> None:
+    """Raises RefusedError if the working directory does not exist."""
+    try:
+        Path.cwd()
+    except OSError:
+        raise RefusedError("the working directory does not exist: cd to one that exists") from None
+
+
 def check_ours(path: Path) -> None:
     """Raises RefusedError unless `path` is this user's directory and not writable for all users."""
     if check_owner(path).st_mode & stat.S_IWOTH:

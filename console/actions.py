@@ -106,10 +106,7 @@ def prepare(options: LaunchOptions, said: Callable[[str], None] | None = None) -
     gate, and for a wrong value. Raises RefusedError, for example if the working directory does not
     exist, or if the launch to resume is rejected.
     """
-    try:
-        Path.cwd()
-    except OSError:
-        raise RefusedError("the working directory does not exist: cd to one that exists") from None
+    access.check_working_directory()
     plan, flag_origins, set_origins = _plan(options, said)
     directory = _directory(options, plan.name)
     spec = LaunchSpec(
@@ -200,6 +197,7 @@ def _plan(
             phase,
             nproc=options.nproc or phase.nproc,
             script=_script(phase, folder),
+            config=str(catalog.project_file(phase.config)) if phase.config else "",
             set={**phase.set, **options.sets},
             flags={**phase.flags, **given},
         )

@@ -10,7 +10,7 @@ from dataclasses import replace
 from multiprocessing import Pipe
 from typing import Any, NoReturn, TypeVar
 
-from console import actions, rest_of_launch
+from console import access, actions, rest_of_launch
 from console.action_table import ACTIONS
 from console.actions import LaunchOptions
 from console.commands.output import OutputError, print_error, print_line, show
@@ -61,6 +61,7 @@ def launch(options: argparse.Namespace) -> int:
 
 def resume(options: argparse.Namespace) -> int:
     """Launches the rest of an ended launch: its phases from the first that did not pass."""
+    access.check_working_directory()
     path = launches.find(options.run, options.root, act=True)
     if text := rest_of_launch.continued_words(path, options.root):
         if not (options.yes or options.dry_run):

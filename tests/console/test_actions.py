@@ -55,6 +55,17 @@ def test_a_plan_that_changed_after_its_check_is_not_launched(tmp_path):
     assert not chosen.root.exists()
 
 
+def test_a_config_of_the_project_stays_the_same_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = actions.prepare(LaunchOptions("cpu_smoke", root=tmp_path / "artifacts"))
+    before = [launch_spec.argv(each, 1.0, tmp_path) for each in found.spec.plan.phases]
+    for each in found.spec.plan.phases:
+        own = Path("configs", Path(each.config).name)
+        own.parent.mkdir(exist_ok=True)
+        own.touch()
+    assert [launch_spec.argv(each, 1.0, tmp_path) for each in found.spec.plan.phases] == before
+
+
 def test_preparing_writes_nothing_and_shows_command_and_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
     chosen = options(tmp_path, flags={"NCCL_DEBUG": "warn"}, nproc=3, devices="0,1")

@@ -370,6 +370,16 @@ def test_a_resume_from_another_directory_works_in_that_of_the_old_launch(moved, 
     assert f"the working directory of the new launch is {tmp_path / 'work'}" in said
 
 
+def test_a_resume_in_a_directory_that_was_removed_is_rejected_with_a_sentence(
+    moved, capsys, tmp_path, monkeypatch
+):
+    (tmp_path / "removed").mkdir()
+    monkeypatch.chdir(tmp_path / "removed")
+    (tmp_path / "removed").rmdir()
+    assert cli.main(["resume", str(moved)]) == 4
+    assert "the working directory does not exist" in capsys.readouterr().err
+
+
 def test_a_launch_whose_directory_is_gone_is_not_resumed_elsewhere(moved, capsys, tmp_path):
     (tmp_path / "work").rename(tmp_path / "gone")
     code, *_, said = resume_elsewhere(moved, capsys)
