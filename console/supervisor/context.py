@@ -95,19 +95,12 @@ class RunContext:
     phase: Phase
     watch: Watch
     actions: Mapping[str, str]
-    """The least action of some watch rules, by rule (`default_actions`)."""
+    """The least action of some watch rules, by rule. The plan may set a stronger action."""
     live: Live
     reducer: Reducer
     reading: RecordFiles
     """Reads the files of records for the reducer, on the directory's thread."""
     observers: Observers
-
-
-def default_actions(plan: Plan) -> Mapping[str, str]:
-    """Returns the actions of rules that depend on `restart` and that the plan does not set."""
-    given = plan.watch.rules.get("stall")
-    is_open = given is None or given.action is None
-    return {"stall": "restart"} if plan.restart.when == "stall" and is_open else {}
 
 
 def run_context(
@@ -129,7 +122,7 @@ def run_context(
     live = Live(token, world, number, path, former is not None)
     if former and former.is_unstarted and live.path is None:
         live.renew(number)
-    actions = default_actions(plan)
+    actions = {"stall": "restart"} if plan.restart.when == "stall" else {}
     return RunContext(
         services, path, home, token, phase, plan.watch, actions, live, reducer, reading, observers
     )

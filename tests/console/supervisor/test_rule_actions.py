@@ -8,10 +8,7 @@ from typing import Any
 
 import pytest
 
-from console import plan
-from console.diagnose.watchdog import Watchdog
 from console.run_state import Facts
-from console.supervisor.context import default_actions
 from console.supervisor.rule_actions import Policy
 
 
@@ -44,15 +41,3 @@ def test_an_action_needs_the_processes_of_its_attempt_and_a_restart_no_halt(end,
         attempt.stage = end
     policy.apply(run)
     assert ended == executed
-
-
-@pytest.mark.parametrize(
-    ("given", "action"), [({}, "restart"), ({"for_s": 9}, "restart"), ({"action": "halt"}, "halt")]
-)
-def test_a_restart_after_a_stall_is_a_default_that_the_plan_can_change(given, action):
-    document = {
-        "name": "mine", "phases": [{"name": "one", "script": "x.py"}], "restart": {"when": "stall"},
-        "watch": {"rules": {"stall": given}},
-    }  # fmt: skip
-    found = plan.parse(document, "test")
-    assert Watchdog(found.watch, default_actions(found)).stall_action == action
