@@ -17,7 +17,7 @@ from console import plan as plans_module
 from console.action_table import ACTIONS, check
 from console.launch_options import LaunchOptions
 from console.plan import Phase, Plan
-from console.plans import catalog, launch_facts, preflight, sweep
+from console.plans import catalog, gpu_checks, launch_facts, preflight, sweep
 from console.plans.case import Case, Check
 from console.sources import launches, process
 from console.sources.tail import Tail
@@ -118,9 +118,9 @@ def prepare(options: LaunchOptions, said: Callable[[str], None] | None = None) -
     phases = tuple(_run_record(spec, index, directory) for index in range(len(plan.phases)))
     spec = replace(spec, continues=rest_of_launch.continues(options, phases))
     if options.config is not None:
-        is_cuda = phases[0]["settings"]["train.device"]["value"] == "cuda"
-        plan = replace(plan, gpus=phases[0]["nproc"] * is_cuda)
+        plan = gpu_checks.with_gpus(plan, phases[0]["settings"], options.assume_gpus)
         spec = replace(spec, plan=plan)
+        phases = (_run_record(spec, 0, directory),)
     settings = tuple(phase["settings"] for phase in phases)
     measure = plan.preflight.measure if options.measure is None else options.measure
     case = Case(

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from console.plan import Plan
+from console.plan import DEVICE, Plan
 from console.plans.case import Case, Found
 from console.sources import nvml
 from console.sources.gpu_survey import Card
-from console.sources.ranks import visible
+from console.sources.ranks import NO_DEVICES, visible
 from trainers.contract import flags
 
 BUSY_PCT, BUSY_MIB = 20.0, 2048.0
@@ -44,6 +46,24 @@ def torch_cuda() -> tuple[int, int] | None:
     return (int(found[1]), int(found[2])) if found else None
 
 
+def with_gpus(plan: Plan, settings: Mapping[str, Any], assumed: str) -> Plan:
+    """Returns the plan of a config with its number of GPUs; `settings` are resolved.
+
+    If the device is auto, the phase gets the device CUDA if CUDA is available, or if GPUs are
+    `assumed`.
+    """
+    (phase,), device = plan.phases, settings[DEVICE]["value"]
+    if device == "auto" and (assumed or _has_cuda(phase.flags.get(flags.DEVICES, ""))):
+        phase, device = replace(phase, set={**phase.set, DEVICE: "cuda"}), "cuda"
+    return replace(plan, phases=(phase,), gpus=phase.nproc * (device == "cuda"))
+
+
+def _has_cuda(devices: str) -> bool:
+    """Returns whether ranks with this CUDA_VISIBLE_DEVICES find CUDA on this machine."""
+    found = nvml.has_library() and nvml.kernel_count() and torch_cuda()
+    return bool(found) and devices != NO_DEVICES
+
+
 def torch(case: Case) -> Found:
     """Checks that torch is installed, and has CUDA if the plan needs GPUs."""
     if importlib.util.find_spec("torch") is None:
@@ -65,19 +85,25 @@ def torch(case: Case) -> Found:
 def device(case: Case) -> Found:
     """Checks that each phase of a plan for GPUs trains on GPUs, with at most one rank per GPU.
 
-    In a plan without GPUs, a phase may train on cuda only if torch is built with CUDA. A phase of a
-    foreign program is not checked.
+    In a plan without GPUs, a phase may train on cuda only if torch is built with CUDA. If a phase
+    on the device auto finds CUDA, the result is "unknown". A phase of a foreign program is not
+    checked.
     """
     plan = case.plan
     for index, phase in enumerate(plan.phases):
-        if not (setting := case.settings[index].get("train.device")):
+        if not (setting := case.settings[index].get(DEVICE)):
             continue
         trains = f"the phase {phase.name!r} trains on {setting['value']}"
-        chosen = f"{trains} (train.device, {setting['origin']}); remove that setting"
+        advice = f"{trains} (train.device, {setting['origin']}); remove that setting"
         if plan.gpus == 0 and setting["value"] == "cuda" and torch_cuda() is None:
-            return "fail", f"torch is built without CUDA, and {chosen}"
+            return "fail", f"torch is built without CUDA, and {advice}"
+        if plan.gpus == 0 and setting["value"] == "auto" and _has_cuda(chosen(case, index)):
+            return "unknown", (
+                f"{trains} (train.device, {setting['origin']}), so it uses the GPUs of this "
+                "machine, and they are not checked; set gpus in the plan, or train.device=cpu"
+            )
         if plan.gpus and setting["value"] != "cuda":
-            return "fail", f"the plan {plan.name} needs GPUs, and {chosen}, or set gpus: 0"
+            return "fail", f"the plan {plan.name} needs GPUs, and {advice}, or set gpus: 0"
         if phase.nproc > plan.gpus > 0:
             return "fail", (
                 f"the phase {phase.name!r} has {phase.nproc} ranks for gpus: {plan.gpus}; each "
