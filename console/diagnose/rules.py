@@ -371,14 +371,15 @@ def check(watch: Watch, where: str) -> None:
 
 
 def with_plan(watch: Watch, actions: Mapping[str, str]) -> tuple[Rule, ...]:
-    """Returns the table with a plan's changes; a rule in `actions` has at least that action.
+    """Returns the table with a plan's changes.
 
-    The value that clears a rule changes as in `Rule.clear_for`.
+    A rule in `actions` has that action, unless the plan gives the rule another action. The value
+    that clears a rule changes as in `Rule.clear_for`.
     """
     rules = []
     for rule in TABLE:
         given = watch.rules.get(rule.name)
-        action = rule.action
+        action = actions.get(rule.name, rule.action)
         if given is not None:
             threshold = rule.threshold if given.threshold is None else given.threshold
             rule = replace(
@@ -386,6 +387,5 @@ def with_plan(watch: Watch, actions: Mapping[str, str]) -> tuple[Rule, ...]:
                 for_s=rule.for_s if given.for_s is None else given.for_s,
             )  # fmt: skip
             action = given.action or action
-        least = actions.get(rule.name, action)
-        rules.append(replace(rule, action=max(action, least, key=ACTIONS.index)))
+        rules.append(replace(rule, action=action))
     return tuple(rules)

@@ -95,7 +95,7 @@ class RunContext:
     phase: Phase
     watch: Watch
     actions: Mapping[str, str]
-    """The least action of some watch rules, by rule. The plan may set a stronger action."""
+    """The action of some watch rules, by rule. The plan may give the rule another action."""
     live: Live
     reducer: Reducer
     reading: RecordFiles

@@ -367,6 +367,15 @@ def test_a_changed_threshold_of_a_ratio_leaves_healthy_values_that_clear_the_rul
 
 
 @pytest.mark.parametrize(
+    ("given", "action"),
+    [({"action": "halt"}, "halt"), ({"action": "warn"}, "warn"), ({"for_s": 5}, "restart")],
+)
+def test_the_action_of_a_plan_replaces_the_restart_that_is_the_default_for_a_stall(given, action):
+    watch = plan.section(Watch, {"rules": {"stall": given}}, "x")
+    assert Watchdog(watch, {"stall": "restart"}).stall_action == action
+
+
+@pytest.mark.parametrize(
     ("given_rules", "text"),
     [
         ({"disk": {"treshold": 1}}, "did you mean 'threshold'"),
