@@ -255,11 +255,14 @@ def test_a_halt_ends_the_wait_for_the_next_attempt(begin):
     assert not process.with_token(started.token())
 
 
-def test_a_stop_of_owner_and_working_process_at_once_is_one_stop(begin):
-    """Systemd and a shutdown send TERM to all processes of the supervisor."""
-    started = waiting(begin, 600)
-    for pid in (started.owner["pid"], started.child()):
-        os.kill(pid, signal.SIGTERM)
+def test_two_stops_in_one_poll_are_one_stop(begin, tmp_path):
+    """Systemd and a shutdown send TERM to owner and working process; the owner counts both."""
+    twice = "self.run and self.run._next_at is not None and [self.end('stop', 'x') for _ in 'xy']"
+    started = begin(
+        phase("one", "member.py", 100_000, "leave"),
+        shell=broken.shell(tmp_path, "launch.Launch.tick", twice),
+        restart={"when": "crash", "attempts": 2, "backoff_s": 600},
+    )  # fmt: skip
     assert started.wait_end()["phases"][0]["state"] == "stopped"
     states = [event["text"] for event in started.events(0) if event["kind"] == "state"]
     assert states[-1].startswith("restarting → stopped")
