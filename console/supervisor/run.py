@@ -32,8 +32,7 @@ BUSY_S, IDLE_S, QUIET_S = 0.05, 0.2, 1.0
 """Seconds between two ticks: during fast changes, normally, and while little changes."""
 PAGED_STATES = frozenset(("stalled", "failed", "crashed", "lost", "restarting"))
 """States whose event has the level crit, for the alert hook."""
-REPLACED, CHECK = "supervisor-replaced", "the check of checkpoints"
-CODE_CHANGED = "code-changed"
+REPLACED, CODE_CHANGED, CHECK = "supervisor-replaced", "code-changed", "the check of checkpoints"
 
 
 class Run:
@@ -64,7 +63,7 @@ class Run:
         self._git: Mapping[str, Any] = jsonl.mapping(former_state, "git")
         """The newest recorded `git_facts` of the code, or {}."""
         self._changed_code = ""
-        """A sentence that the code has changed, until an alert is raised, or ""."""
+        """A sentence on changed code, until an alert is raised, or ""."""
         self._published: dict[str, Any] = {}
         """The newest content of supervisor.json."""
         self._published_at = self._status_at = 0.0
@@ -215,12 +214,11 @@ class Run:
         self.is_final = self.is_final or action in former_documents.STOPS
         if action in ("stop", "kill"):
             self._check.stop()
-        if self.over:  # by another request in the same poll
+        if self.over:  # a second request in one poll
             return "the run has ended; no further attempt starts"
         if self._next_at is not None:
-            self._conclude(
-                *decide(Facts(previous_end=self._ended[-1].why, requested=action, by=by))
-            )
+            facts = Facts(previous_end=self._ended[-1].why, requested=action, by=by)
+            self._conclude(*decide(facts))
             return "no rank is running; no further attempt starts"
         answer = self.attempt.end(action, by)
         self._decide()

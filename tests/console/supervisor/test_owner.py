@@ -226,7 +226,7 @@ def test_an_end_stays_an_end_where_the_child_dies_in_its_last_writes(broken_at):
 def test_the_last_documents_of_a_run_are_written_where_the_child_dies_before(broken_at, index):
     """The child dies in the thread of the run directory; the owner has the documents."""
     last = f"given[0].parent.name.startswith('{index}-') and given[0].name == 'supervisor.json'"
-    ended = "given[1]['state'] == 'completed'"
+    ended = "self._documents[given[0]][1]['state'] == 'completed'"
     started = broken_at(
         "rundir_io.Directory._write_document",
         f"{last} and {ended} and not mark.exists() and (time.sleep(1), {FIRST_TIME})", count=2,
