@@ -107,7 +107,7 @@ def prepare(options: LaunchOptions, said: Callable[[str], None] | None = None) -
     exist, or if the launch to resume is rejected.
     """
     access.check_working_directory()
-    plan, flag_origins, set_origins = _plan(options, said)
+    plan, flag_origins, set_origins = _plan(options, said or str)
     directory = _directory(options, plan.name)
     spec = LaunchSpec(
         _id(plan, directory) if options.run_dir is None else directory.name,
@@ -172,14 +172,14 @@ def begin(prepared: Prepared, by: str) -> Path:
 
 
 def _plan(
-    options: LaunchOptions, said: Callable[[str], None] | None
+    options: LaunchOptions, said: Callable[[str], object]
 ) -> tuple[Plan, dict[str, str], dict[str, str]]:
     """Returns three values: the plan to launch, the origins of flags, the origins of settings."""
     if options.nproc is not None and not 1 <= options.nproc <= 1024:
         raise UsageError(f"--nproc {options.nproc}: it must be 1 to 1024 processes")
     flag_origins, set_origins = dict[str, str](), dict[str, str]()
     if options.resume is not None:
-        plan, flag_origins, set_origins = rest_of_launch.plan(options.resume, said or str)
+        plan, flag_origins, set_origins = rest_of_launch.plan(options.resume, said, options.again)
         folder = Path()
     elif options.config is None:
         plan, folder = catalog.load(options.plan), catalog.find(options.plan).parent
@@ -188,8 +188,7 @@ def _plan(
     given, origins = _flags(options)
     if options.resume is not None:
         for sentence in _drop_shell_flags(plan, flag_origins, given, origins):
-            if said:
-                said(sentence)
+            said(sentence)
     chosen = [each for each in plan.phases if options.phase in ("", each.name, each.sweep)]
     sweep.check_variants(chosen, given, options.sets)
     phases = tuple(

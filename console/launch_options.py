@@ -23,7 +23,7 @@ class LaunchOptions:
     config: Path | None = None
     resume: Path | None = None
     again: bool = False
-    """True to resume a launch that another launch already continues."""
+    """True to resume a launch that another launch already continues, or that is unsupervised."""
     trainer: str = ""
     phase: str = ""
     flags: Mapping[str, str] = field(default_factory=dict)

@@ -41,7 +41,9 @@ def working_directory(path: Path) -> Path | None:
     return launcher.working_directory(stored, ", or cd to it, and resume again")
 
 
-def plan(path: Path, said: Callable[[str], object]) -> tuple[Plan, dict[str, str], dict[str, str]]:
+def plan(
+    path: Path, said: Callable[[str], object], again: bool = False
+) -> tuple[Plan, dict[str, str], dict[str, str]]:
     """Returns three values: a plan, the origins of its flags, and the origins of its settings.
 
     The plan has the phases of an ended launch, from the first phase that did not pass. The options
@@ -49,8 +51,9 @@ def plan(path: Path, said: Callable[[str], object]) -> tuple[Plan, dict[str, str
     confirms it. `said` gets a sentence on each flag without this confirmation, on each gate whose
     override ends, and on a sweep that begins again with its first run. If the first phase starts a
     trainer of this project, has a checkpoint and is no run of a sweep, it resumes from its newest
-    checkpoint. Raises RefusedError, for example if a process of the launch is alive, or if all
-    phases have passed.
+    checkpoint. With `again`, an unsupervised launch without a living process on this host counts as
+    ended. Raises RefusedError, for example if a process of the launch is alive, or if all phases
+    have passed.
     """
     top = launches.launch_of(path)
     if top is None:
@@ -60,9 +63,14 @@ def plan(path: Path, said: Callable[[str], object]) -> tuple[Plan, dict[str, str
     launch = RunSource(top).poll().launch
     state, name = rundir.read_json(top / rundir.PLAN_STATE) or {}, launches.launch_id(top)
     living = next(filter(None, map(liveness.living_in, launches.run_directories(top))), "")
-    if launch and (living or launch.state != "ended"):
+    accepted = ("ended", "unsupervised") if again else ("ended",)
+    if launch and (living or launch.state not in accepted):
         why = living or (f"it is {launch.state}" if launch.under_way else launch.why)
-        adopt = f"; {process.command('adopt', top)} starts a supervisor"
+        other = "halt it first" if living else "and no rank is alive there, add --yes to resume it"
+        adopt = (
+            f"; {process.command('adopt', top)} starts a supervisor on the host of its ranks; if "
+            f"that is not possible, {other}"
+        )
         then = {"unsupervised": adopt, "unknown": ""}.get(launch.state, "; halt it first")
         raise RefusedError(f"{name} has not ended ({why}){then}")
     stored = rundir.read_json(top / rundir.PLAN)

@@ -315,7 +315,8 @@ RESUME = Command(
     ("resume latest", "resume latest --dry-run"), (
         _run("LAUNCH"),
         option("--yes", action="store_true",
-               help="resume even if another launch already continues this one"),
+               help="resume even if another launch already continues this one, or if its "
+               "supervisor and ranks are gone without a recorded end"),
         WAIT, DRY_RUN,
     ), "The new launch repeats the options of the ended launch. It also repeats each\n"
     "flag that an operator set, if the supervisor of the ended launch confirmed it.\n"

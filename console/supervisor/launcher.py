@@ -213,7 +213,8 @@ def adopt(directory: Path, operator: Settings, sure: bool = False) -> str:
         raise RefusedError(f"{directory} contains no launch to adopt")
     launch = jsonl.text(plan, "launch", "?")[:200]
     state = _adoptable_state(directory, launch, sure)
-    cwd, runs = working_directory(plan, ", and adopt again"), launches.run_directories(directory)
+    advice = f", and adopt again; or cd to it: {_resume_words(directory)}"
+    cwd, runs = working_directory(plan, advice), launches.run_directories(directory)
     newest = former_documents.document(runs[-1], rundir.RUN) if runs else {}
     gate_check.check_former(directory, plan, state)
     claim = Claim(directory, adopt=True)
@@ -258,13 +259,22 @@ def _adoptable_state(directory: Path, launch: str, sure: bool) -> dict[str, Any]
         raise RefusedError(f"{launch} has ended; there is nothing to adopt")
     host = jsonl.text(former, "host", rundir.host_name())[:200]
     if host != rundir.host_name():
-        raise RefusedError(f"{launch} ran on {host}; its ranks may be alive there, adopt it there")
+        raise RefusedError(
+            f"{launch} ran on {host}; its ranks may be alive there, adopt it there; if no rank is "
+            f"alive there, {_resume_words(directory)}"
+        )
     if former.get("boot_id") != rundir.boot_id() and not sure:
         raise RefusedError(
             f"{launch} was not supervised since this host booted, so adopt may start its command "
             f"again: look at {process.command('status', directory)}, and add --yes to confirm"
         )
     return state
+
+
+def _resume_words(directory: Path) -> str:
+    """Returns words on the command that resumes a launch without an adoption."""
+    resume = process.command("resume", directory.absolute(), "--yes")
+    return f"{resume} continues it in a new launch"
 
 
 def working_directory(plan: Mapping[str, Any], advice: str) -> Path:

@@ -61,8 +61,8 @@ def ended(folder, checkpoint="step_00000001", sets=None, **state):
     return old.directory
 
 
-def resumed(launch):
-    return actions.prepare(LaunchOptions(resume=launch, root=launch.parents[1]))
+def resumed(launch, again=False):
+    return actions.prepare(LaunchOptions(resume=launch, root=launch.parents[1], again=again))
 
 
 def test_the_options_of_the_old_launch_and_the_flags_of_its_operator_are_repeated(tmp_path):
@@ -258,7 +258,7 @@ def test_a_launch_that_has_not_ended_or_is_not_confirmed_is_refused(tmp_path):
         resumed(launch)
     dead = rundir.identity() | directory.DEAD
     directory.change(launch / rundir.PLAN_STATE, supervisor=dead)
-    why = rf"\(no supervisor is running; no .*\); nsa-console adopt {launch} starts a supervisor$"
+    why = rf"\(no supervisor is running; no .*\); nsa-console adopt {launch} starts a supervisor on"
     with pytest.raises(RefusedError, match=why):
         resumed(launch)
     passed = [{"name": "sanity", "state": "completed", "result": "pass", "dir": "0-sanity"}]
@@ -268,6 +268,41 @@ def test_a_launch_that_has_not_ended_or_is_not_confirmed_is_refused(tmp_path):
         resumed(launch)
     with pytest.raises(RefusedError, match="belongs to no launch"):
         resumed(tmp_path / "a" / "b")
+
+
+@pytest.mark.parametrize("host", ["gone", rundir.host_name()])
+def test_a_launch_whose_supervisor_is_gone_is_resumed_only_with_a_confirmation(tmp_path, host):
+    owner = rundir.identity() | directory.DEAD | {"host": host}
+    launch = ended(tmp_path, state="running", supervisor=owner, updated_ts=1.7e9)
+    with pytest.raises(RefusedError, match=r"and no rank is alive there, add --yes to resume it$"):
+        resumed(launch)
+    assert resumed(launch, again=True).phases[0]["phase"] == "sanity"
+
+
+def test_a_launch_without_a_supervisor_is_not_resumed_while_a_rank_is_alive(tmp_path):
+    dead = rundir.identity() | directory.DEAD
+    launch = ended(tmp_path, state="running", supervisor=dead)
+    rank = rundir.identity() | {"rank": 0}
+    rundir.write_json(launch / "0-sanity" / rundir.SUPERVISOR, dead | {"workers": [rank]})
+    with pytest.raises(RefusedError, match=r"rank 0 still runs.* not possible, halt it first$"):
+        resumed(launch, again=True)
+    directory.change(launch / rundir.PLAN_STATE, supervisor=rundir.identity())
+    with pytest.raises(RefusedError, match="has not ended"):
+        resumed(launch, again=True)
+
+
+def test_a_rejected_adoption_names_the_resume_that_is_possible(tmp_path, capsys):
+    dead = rundir.identity() | directory.DEAD
+    launch = ended(tmp_path, state="running", supervisor=dead | {"host": "gone"})
+    way = f"nsa-console resume {launch} --yes continues it in a new launch"
+    assert cli.main(["adopt", str(launch)]) == 4
+    said = capsys.readouterr().err.replace("\n", " ")
+    assert f"adopt it there; if no rank is alive there, {way}" in said
+    directory.change(launch / rundir.PLAN_STATE, supervisor=dead)
+    directory.change(launch / rundir.PLAN, cwd=str(tmp_path / "no directory"))
+    assert cli.main(["adopt", str(launch)]) == 4
+    said = capsys.readouterr().err.replace("\n", " ")
+    assert f"restore it, and adopt again; or cd to it: {way}" in said
 
 
 SWEEP = """
