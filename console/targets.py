@@ -91,8 +91,17 @@ def _has_only_ranks(run: Path) -> bool:
         state = rundir.read_json(top / rundir.PLAN_STATE, below=top) or {}
         owners.append(jsonl.mapping(state, "supervisor"))
     elsewhere = any(each.get("host") not in (None, rundir.host_name()) for each in owners)
-    is_supervised = elsewhere or any(map(rundir.is_alive, owners))
+    is_supervised = elsewhere or any(_is_alive(each, top) for each in owners)
     return not is_supervised and bool(liveness.living_in(run))
+
+
+def _is_alive(owner: Mapping[str, Any], launch: Path | None) -> bool:
+    """Returns whether a supervisor is alive on this host.
+
+    In another PID namespace, a supervisor is alive if the lock of its launch is held.
+    """
+    is_held = launch is not None and rundir.is_hidden(owner) and liveness.is_locked(launch)
+    return is_held or rundir.is_alive(owner)
 
 
 def mailbox(path: Path, action: Action) -> tuple[Path, Mailbox]:
@@ -134,9 +143,9 @@ def supervisor(folder: Path, box: Mailbox) -> Supervisor:
     name = launches.launch_id(folder) if box == "launch" else folder.name
     if ended:
         raise RefusedError(f"{name} has ended ({ended}); {NOT_SENT}")
-    if not owner.host and not rundir.is_alive(owner.identity):
-        raise RefusedError(_without_supervisor(name, folder, box, owner))
     top = launches.launch_of(folder)
+    if not owner.host and not _is_alive(owner.identity, top):
+        raise RefusedError(_without_supervisor(name, folder, box, owner))
     is_held = top is not None and (bool(owner.host) or liveness.is_locked(top))
     if top is None or not is_held or not owner.token or owner.token != lock.token_of(top):
         where = f" on {owner.host}" if owner.host else ""

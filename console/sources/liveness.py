@@ -65,13 +65,12 @@ def age(ts: float | None) -> float | None:
 def live_directory(supervisor: Record) -> Path | None:
     """Returns the live directory of a run, or None if there is none that can be trusted.
 
-    A directory of another host or user, or from before the last boot, is not used.
+    A directory of another host, PID namespace or user, or from before the last boot, is not used.
     """
     path = Path(jsonl.text(supervisor, "live_dir"))
     if path.parent != rundir.SHARED_MEMORY or not path.name.startswith(rundir.LIVE_PREFIX):
         return None
-    here = rundir.host_name(), rundir.boot_id()
-    if (supervisor.get("host"), supervisor.get("boot_id")) != here:
+    if not is_here(supervisor) or supervisor.get("boot_id") != rundir.boot_id():
         return None
     try:
         access.check_ours(path)
@@ -89,12 +88,17 @@ def other_host(document: Record) -> str:
     return "" if host == rundir.host_name() else host
 
 
+def is_here(document: Record) -> bool:
+    """Returns whether this reader can see the processes that a document names."""
+    return document.get("host") == rundir.host_name() and not rundir.is_hidden(document)
+
+
 def is_supervised(supervisor: Record) -> bool:
     """Returns whether the supervisor named in a document is alive.
 
-    A supervisor on another host is treated as alive if it wrote the document recently.
+    A supervisor that this reader cannot see is treated as alive if it wrote the document recently.
     """
-    if supervisor.get("host") == rundir.host_name():
+    if is_here(supervisor):
         return rundir.is_alive(supervisor)
     silent_s = age(jsonl.number(supervisor, "updated_ts"))
     return silent_s is not None and silent_s < ELSEWHERE_SILENT_S
@@ -123,8 +127,8 @@ def with_newest_state(supervisor: Record, *others: Record | None) -> dict[str, A
 
 
 def _may_have_ended(supervisor: Record) -> bool:
-    """Returns whether no rank is alive; on another host, whether the supervisor may have ended."""
-    if other_host(supervisor):
+    """Returns whether no rank is alive; if none can be seen, whether the supervisor may be dead."""
+    if other_host(supervisor) or rundir.is_hidden(supervisor):
         return not is_supervised(supervisor)
     return not living_ranks(supervisor)
 
@@ -300,9 +304,9 @@ def is_adopted(run: Path, token: str) -> bool:
 
 def has_lost_rank(supervisor: Record) -> bool:
     """Returns whether a rank has ended, according to supervisor.json or this host's kernel."""
-    left, is_here = _workers_without_exit(supervisor), supervisor.get("host") == rundir.host_name()
+    left = _workers_without_exit(supervisor)
     return len(left) < len(jsonl.entries(supervisor, "workers")) or any(
-        is_here and not alive for _, alive in left
+        is_here(supervisor) and not alive for _, alive in left
     )
 
 

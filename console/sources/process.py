@@ -112,9 +112,9 @@ def state(pid: int) -> str:
 def identity_in(document: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the identity of a process from its entry in supervisor.json.
 
-    If the entry lacks the host or the boot id, the value of the document is used.
+    If the entry lacks the host, the boot id or the PID namespace, that of the document is used.
     """
-    return {key: document.get(key) for key in ("boot_id", "host")} | dict(entry)
+    return {key: document.get(key) for key in ("boot_id", "host", "pid_ns")} | dict(entry)
 
 
 def is_stopped(owner: Mapping[str, Any]) -> bool:

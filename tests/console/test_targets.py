@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -274,17 +275,20 @@ def test_the_answer_to_a_halt_of_a_lost_run_names_no_living_ranks(tmp_path, caps
     assert (path / "0-first" / rundir.HALT).exists()
 
 
-def elsewhere(*words: object) -> tuple[int, str]:
-    """Runs a command under another host name, or skips the test; returns exit code and output."""
+def unshared(options: Sequence[str], *words: object) -> tuple[int, str]:
+    """Runs a command in other namespaces, or skips the test; returns exit code and output."""
     if os.geteuid() != 0 or shutil.which("unshare") is None:
-        pytest.skip("needs root and unshare, for a host of another name")
-    script = 'hostname elsewhere && exec "$@"'
+        pytest.skip("needs root and unshare, for another host name or PID namespace")
     command = [sys.executable, "-m", "console", *map(str, words)]
     done = subprocess.run(
-        ["unshare", "--uts", "sh", "-ec", script, "sh", *command], cwd=ROOT, capture_output=True,
-        text=True, timeout=150,
-    )  # fmt: skip
+        ["unshare", *options, *command], cwd=ROOT, capture_output=True, text=True, timeout=150
+    )
     return done.returncode, done.stdout + done.stderr
+
+
+def elsewhere(*words: object) -> tuple[int, str]:
+    """Runs a command under another host name; returns exit code and output."""
+    return unshared(["--uts", "sh", "-ec", 'hostname elsewhere && exec "$@"', "sh"], *words)
 
 
 @pytest.mark.decision("target-supervisor", "true")
@@ -293,6 +297,25 @@ def test_from_another_host_a_request_is_sent_and_its_answer_counts(launched):
         code, text = elsewhere(*words)
         assert code == 0, text
     assert "from afar" in [event["text"] for event in launched.events()]
+
+
+@pytest.mark.decision("target-supervisor", "true")
+def test_from_another_pid_namespace_the_run_is_running_and_a_request_is_sent(launched):
+    options = ("--pid", "--fork", "--mount-proc")
+    code, text = unshared(options, "status", launched.path)
+    assert (code, "RUNNING" in text) == (0, True), text
+    code, text = unshared(options, "do", launched.path, "note", "text=from beside")
+    assert code == 0, text
+    assert "from beside" in [event["text"] for event in launched.events()]
+
+
+@pytest.mark.decision("target-supervisor", "absent")
+def test_in_another_pid_namespace_a_launch_with_a_free_lock_has_no_supervisor(tmp_path, capsys):
+    path = made(tmp_path / "r1")
+    with directory.owned(path):
+        directory.told(path, "", pid_ns=1)
+    code, err = said(capsys, "do", path, "note", "text=x")
+    assert (code, "is not running" in err) == (4, True), err
 
 
 @pytest.mark.decision("target-supervisor", "absent")

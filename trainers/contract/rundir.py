@@ -84,6 +84,15 @@ def boot_id() -> str:
     return data.decode("ascii").strip()
 
 
+@functools.cache
+def pid_ns() -> int | None:
+    """Returns the id of this PID namespace, or None if not available."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return None
+
+
 def start_ticks(pid: int) -> int | None:
     """Returns the start of a process in clock ticks since boot; None if it ended or is hidden."""
     data = jsonl.read_bytes(Path(f"/proc/{pid}/stat"), PROC_BYTES, 0)
@@ -92,10 +101,11 @@ def start_ticks(pid: int) -> int | None:
 
 
 def identity(pid: int | None = None) -> dict[str, Any]:
-    """Returns pid, start time, boot id and host of a process (default: of this process)."""
+    """Returns the fields that identify a process (default: this process)."""
     ticks = start_ticks(pid) if pid else _own_start_ticks(os.getpid())
     return {
         "pid": pid or os.getpid(), "start_ticks": ticks, "boot_id": boot_id(), "host": host_name(),
+        "pid_ns": pid_ns(),
     }  # fmt: skip
 
 
@@ -109,13 +119,23 @@ def _own_start_ticks(pid: int) -> int | None:
     return start_ticks(pid)
 
 
+def is_hidden(owner: Mapping[str, Any]) -> bool:
+    """Returns whether the process with this `identity` is in another PID namespace of this host.
+
+    The containers of a pod, for example, have one host name. Older documents lack `pid_ns`.
+    """
+    is_same_boot = (owner.get("host"), owner.get("boot_id")) == (host_name(), boot_id())
+    return is_same_boot and owner.get("pid_ns") not in (None, pid_ns())
+
+
 def is_alive(owner: Mapping[str, Any]) -> bool:
     """Returns whether the process with this `identity` is alive on this host, in this boot."""
     pid = jsonl.integer(owner, "pid") or 0
     found = identity(pid) if pid > 0 else {"start_ticks": None}
     if found["start_ticks"] is None:
         return False
-    return all(owner.get(key) == value for key, value in found.items())
+    found.pop("pid_ns")  # `is_hidden` compares it
+    return not is_hidden(owner) and all(owner.get(key) == value for key, value in found.items())
 
 
 def token(run: Mapping[str, Any]) -> str:
