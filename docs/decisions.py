@@ -182,8 +182,8 @@ TABLE: tuple[Decision, ...] = (
              "replaces it. If the name contains no time, the modification time does.",
              "The action is rejected, and the message names both launches."),
     Decision("target-supervisor", "target", "find the supervisor that accepts a request",
-             ("On this host, the process with the recorded pid, start time and boot is alive. If it "
-              "is in another PID namespace, only the lock is checked.",
+             ("On this host, the process with the recorded pid, start time and boot is alive. "
+              "If it is in another PID namespace, only the lock is checked.",
               ("The lock belongs to this supervisor:",
                "on this host: the lock is held and contains the recorded token;",
                "on another host: the lock contains the recorded token, and an answer comes.")),
