@@ -172,7 +172,7 @@ class DenseAttention(nn.Module):
         route = routes_of(
             config, q.shape[2], q.device, q.dtype, self.switches, first, q.shape[0]
         )["all"]  # fmt: skip
-        with allowed_kernels(self.switches, bool(route.fallback)):
+        with allowed_kernels(self.switches, route.no_flash):
             return attend_last(q, k, v, route.folded)
 
 

@@ -106,6 +106,8 @@ class Route:
     why: str
     fallback: str = ""
     """Why `flash_only` or `use_fa2` cannot have its effect on the route, or ""."""
+    no_flash: bool = False
+    """True if SDPA's flash kernel cannot compute the route, although `flash_only` is on."""
     folded: bool = False
     """True if the heads of a group are rows of one product. This concerns the whole window branch,
     and the causal part of another branch. It is done only on a CPU with at least one group in the
@@ -163,9 +165,11 @@ def effective(case: Case) -> dict[str, Route]:
     for rule in _RULES:
         if rule.branch in routes or "all" in routes or not rule.applies(case):
             continue
-        fallbacks = (_sdpa_refusal(case, rule.name), _fa2_refusal(case, rule.branch))
-        reason = "; ".join(filter(None, fallbacks))
-        routes[rule.branch] = Route(rule.name, rule.why, reason, _folds_heads(case, rule.name))
+        no_flash = _sdpa_refusal(case, rule.name)
+        reason = "; ".join(filter(None, (no_flash, _fa2_refusal(case, rule.branch))))
+        routes[rule.branch] = Route(
+            rule.name, rule.why, reason, bool(no_flash), _folds_heads(case, rule.name)
+        )
     return routes
 
 

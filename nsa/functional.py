@@ -188,11 +188,11 @@ def _branches(
     if win.name == "sequential":
         return _sequential(q, blocks, kv, config, first, how)
     size, stride, switches = config.block_size, config.block_stride, how.switches
-    with mark("cmp", cmp.name, how.nvtx), allowed_kernels(switches, bool(cmp.fallback)):
+    with mark("cmp", cmp.name, how.nvtx), allowed_kernels(switches, cmp.no_flash):
         out_cmp = attend_compressed(q, blocks[0], blocks[1], size, stride, first)
-    with mark("sel", sel.name, how.nvtx), allowed_kernels(switches, bool(sel.fallback)):
+    with mark("sel", sel.name, how.nvtx), allowed_kernels(switches, sel.no_flash):
         out_sel = _selected_branch(q, k_sel, v_sel, blocks[0], config, first, sel, switches)
-    with mark("win", win.name, how.nvtx), allowed_kernels(switches, bool(win.fallback)):
+    with mark("win", win.name, how.nvtx), allowed_kernels(switches, win.no_flash):
         if win.name == "flash-attn":
             out_win = attend_flash_attn(q, k_win, v_win, config.window)
         else:

@@ -104,6 +104,9 @@ def test_flash_only_says_where_it_cannot_be():
         assert refusal(seq_len=512) == refusal(seq_len=1, first=512) == ""
         assert "bf16 or fp16" in refusal("float32", seq_len=512)
         assert "no mask" in refusal(seq_len=256, first=512)
+    both = Switches(flash_only=True, use_fa2=True)
+    route = effective(Case(config, 512, "cuda", "bfloat16", both, False))["all"]
+    assert (route.no_flash, route.fallback) == (False, "flash-attn computes the window branch only")
 
 
 @pytest.mark.parametrize(
