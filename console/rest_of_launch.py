@@ -63,6 +63,8 @@ def plan(
     launch = RunSource(top).poll().launch
     state, name = rundir.read_json(top / rundir.PLAN_STATE) or {}, launches.launch_id(top)
     living = next(filter(None, map(liveness.living_in, launches.run_directories(top))), "")
+    if launch and launch.state == "unsupervised" and liveness.is_locked(top):
+        living = living or "a process holds its lock"  # perhaps in another container
     accepted = ("ended", "unsupervised") if again else ("ended",)
     if launch and (living or launch.state not in accepted):
         why = living or (f"it is {launch.state}" if launch.under_way else launch.why)
@@ -205,6 +207,9 @@ def _with_operator_flags(
     for claim in unconfirmed:
         said(f"{claim} of an operator is not used: no answer to a request confirms it")
     lasting = {name: flag for name, flag in pending.items() if flag["phases"] == "all"}
+    for name in begun if of_run.sweep else ():
+        if name not in lasting:
+            said(f"{name}={begun[name]['value']} of an operator is not used in a sweep")
     earlier = [lasting if of_run.sweep else begun] * (index - first + has_begun)
     added = [*earlier, pending, *[lasting] * len(phases)]
     origins = {name: f"{OPERATOR}{flag['by']}" for each in added for name, flag in each.items()}

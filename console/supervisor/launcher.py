@@ -213,7 +213,7 @@ def adopt(directory: Path, operator: Settings, sure: bool = False) -> str:
         raise RefusedError(f"{directory} contains no launch to adopt")
     launch = jsonl.text(plan, "launch", "?")[:200]
     state = _adoptable_state(directory, launch, sure)
-    advice = f", and adopt again; or cd to it: {_resume_words(directory)}"
+    advice = f", and adopt again; if no rank is alive, also cd to it: {_resume_words(directory)}"
     cwd, runs = working_directory(plan, advice), launches.run_directories(directory)
     newest = former_documents.document(runs[-1], rundir.RUN) if runs else {}
     gate_check.check_former(directory, plan, state)

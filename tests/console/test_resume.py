@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -277,6 +278,11 @@ def test_a_launch_whose_supervisor_is_gone_is_resumed_only_with_a_confirmation(t
     with pytest.raises(RefusedError, match=r"and no rank is alive there, add --yes to resume it$"):
         resumed(launch)
     assert resumed(launch, again=True).phases[0]["phase"] == "sanity"
+    lock = os.open(launch / rundir.LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with pytest.raises(RefusedError, match="a process holds its lock"):
+        resumed(launch, again=True)
+    os.close(lock)
 
 
 def test_a_launch_without_a_supervisor_is_not_resumed_while_a_rank_is_alive(tmp_path):
@@ -302,7 +308,7 @@ def test_a_rejected_adoption_names_the_resume_that_is_possible(tmp_path, capsys)
     directory.change(launch / rundir.PLAN, cwd=str(tmp_path / "no directory"))
     assert cli.main(["adopt", str(launch)]) == 4
     said = capsys.readouterr().err.replace("\n", " ")
-    assert f"restore it, and adopt again; or cd to it: {way}" in said
+    assert f"restore it, and adopt again; if no rank is alive, also cd to it: {way}" in said
 
 
 SWEEP = """
