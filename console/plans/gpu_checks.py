@@ -16,7 +16,7 @@ from console.plan import DEVICE, Plan
 from console.plans.case import Case, Found
 from console.sources import nvml
 from console.sources.gpu_survey import Card
-from console.sources.ranks import NO_DEVICES, visible
+from console.sources.ranks import visible
 from trainers.contract import flags
 
 BUSY_PCT, BUSY_MIB = 20.0, 2048.0
@@ -60,8 +60,8 @@ def with_gpus(plan: Plan, settings: Mapping[str, Any], assumed: str) -> Plan:
 
 def _has_cuda(devices: str) -> bool:
     """Returns whether ranks with this CUDA_VISIBLE_DEVICES find CUDA on this machine."""
-    found = nvml.has_library() and nvml.kernel_count() and torch_cuda()
-    return bool(found) and devices != NO_DEVICES
+    count = nvml.kernel_count() or 0
+    return bool(visible(devices, [""] * count) and nvml.has_library() and torch_cuda())
 
 
 def torch(case: Case) -> Found:

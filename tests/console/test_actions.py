@@ -185,6 +185,7 @@ def on_gpu_machine(monkeypatch):
 @pytest.mark.parametrize(
     ("devices", "assumed", "torch_cuda", "gpus"),
     [("", "", (13, 0), 2), ("0,1", "", (13, 0), 2), ("-1", "", (13, 0), 0), ("", "", None, 0),
+     ("NoDevFiles", "", (13, 0), 0),
      ("", "2xA100", None, 2)],
 )  # fmt: skip
 def test_a_config_without_a_device_trains_on_the_gpus_of_the_machine_and_they_are_checked(
