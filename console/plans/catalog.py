@@ -50,7 +50,7 @@ def load(name: str) -> Plan:
     path, known = find(name), files()
     plan = plans_module.load(path)
     named = known.get(plan.name)
-    is_other = not named.samefile(path) if named else path in known.values()
+    is_other = not named.samefile(path) if named else any(map(path.samefile, known.values()))
     if is_other:
         raise UsageError(
             f"{path}: the name {plan.name!r} selects {named or 'no file'}, not this file; remove "

@@ -178,7 +178,7 @@ class Directory(Recorder):
     def _write_document(self, path: Path, mark: object) -> None:
         """Writes the version with this mark, unless a later call writes a newer version."""
         with self._lock:
-            newest, record = self._documents[path]
+            newest, record = self._documents.get(path, (None, {}))
             if newest is not mark:
                 return
             del self._documents[path]

@@ -123,10 +123,11 @@ class Draft:
         if shown is not None and shown.can_resume:
             unused = f"without the checkpoint of step {shown.saved_step:,} of {shown.id}"
             unused += "; R resumes from it"
-            if shown.launch and shown.launch.has_passed:
-                unused = f"not with {shown.launch.rest[0].name}; R starts it"
-            elif shown.own_phase and (sweep := shown.own_phase.sweep):
-                unused = f"not with the sweep {sweep}; R starts it"
+            has_passed = shown.launch is not None and shown.launch.has_passed
+            phase = shown.launch.rest[0] if shown.launch and has_passed else shown.own_phase
+            if phase and (has_passed or phase.sweep):
+                named = f"the sweep {phase.sweep}" if phase.sweep else phase.name
+                unused = f"not with {named}; R starts it"
             begins = (("begins", f"{plan.phases[0].name} at step 1, {unused}"),)
         flags = [
             f"{name}={plan.phases[0].flags[name]}{' of the shell' * (origin == 'shell')}"
