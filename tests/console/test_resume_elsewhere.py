@@ -1,0 +1,114 @@
+"""A resume that is typed in another directory than the launch."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from console import cli, rest_of_launch
+from console.actions import LaunchOptions
+from console.plans import catalog
+from console.sources import launches
+from tests.console.sources import directory
+from tests.console.test_resume import continued, ended
+from trainers.contract import rundir
+from trainers.contract.errors import RefusedError
+
+
+@pytest.fixture
+def moved(tmp_path, monkeypatch):
+    """An ended launch of `work`, whose config overrides the project's; the test is elsewhere.
+
+    The other directory has a config of the same name.
+    """
+    for name, every in (("work", 77), ("other", 88)):
+        config = tmp_path / name / "configs" / "tiny_cpu.yaml"
+        config.parent.mkdir(parents=True)
+        text = (catalog.PROJECT / "configs" / "tiny_cpu.yaml").read_text()
+        config.write_text(text.replace("log_every: 5", f"log_every: {every}"))
+    monkeypatch.chdir(tmp_path / "work")
+    launch = ended(tmp_path)
+    monkeypatch.chdir(tmp_path / "other")
+    return launch
+
+
+def resume_elsewhere(launch, capsys):
+    """Returns the exit code, `report.log_every`, the directory and the messages."""
+    path = os.path.relpath(launch)
+    code = cli.main(["--root", "../artifacts", "resume", path, "--dry-run", "--json"])
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    if code == 4:
+        return code, None, None, found["error"]
+    settings = found["phases"][0]["settings"]
+    return code, settings["report.log_every"]["value"], found["directory"], err.replace("\n", " ")
+
+
+def test_a_resume_from_another_directory_works_in_that_of_the_old_launch(moved, capsys, tmp_path):
+    code, every, folder, said = resume_elsewhere(moved, capsys)
+    assert (code, every, Path.cwd()) == (0, 77, tmp_path / "work")
+    assert Path(folder).resolve().parent == tmp_path / "artifacts" / "cpu_smoke"
+    assert f"the working directory of the new launch is {tmp_path / 'work'}" in said
+
+
+def test_a_resume_in_a_directory_that_was_removed_is_rejected_with_a_sentence(
+    moved, capsys, tmp_path, monkeypatch
+):
+    (tmp_path / "removed").mkdir()
+    monkeypatch.chdir(tmp_path / "removed")
+    (tmp_path / "removed").rmdir()
+    assert cli.main(["resume", str(moved)]) == 4
+    assert "the working directory does not exist" in capsys.readouterr().err
+
+
+def test_a_launch_whose_directory_is_gone_is_not_resumed_elsewhere(moved, capsys, tmp_path):
+    (tmp_path / "work").rename(tmp_path / "gone")
+    code, *_, said = resume_elsewhere(moved, capsys)
+    assert code == 4
+    assert f"was started in {str(tmp_path / 'work')!r}, which is not a directory" in said
+    assert said.endswith("restore it, or cd to it, and resume again")
+
+
+def test_a_launch_that_was_resumed_is_not_resumed_again_from_another_directory(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    old = ended(tmp_path / "a")
+    assert launches.STAMP.fullmatch(old.name)
+    own = launches.root_of(old / "0-sanity")
+    continued(own, old / "0-sanity", "one", 1.6e9)
+    (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path / "b")
+    assert cli.main(["resume", str(old)]) == 4
+    assert "is already continued by one" in capsys.readouterr().err.replace("\n", " ")
+    cli.main(["status", str(old)])
+    assert "to resume, run" not in capsys.readouterr().out
+    with pytest.raises(RefusedError, match="is already continued by one, which"):
+        rest_of_launch.check_not_continued(LaunchOptions(resume=old))
+
+
+@pytest.mark.parametrize(("root", "folder"), [([], "a/artifacts"), (["--root", "own"], "b/own")])
+def test_a_resume_from_another_directory_starts_below_the_root_of_the_old_launch(
+    tmp_path, monkeypatch, capsys, root, folder
+):
+    """So the next resume of the old launch finds the new launch, wherever it is typed."""
+    monkeypatch.chdir(tmp_path)
+    old = ended(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    monkeypatch.chdir(tmp_path / "b")
+    cli.main([*root, "resume", str(old), "--dry-run", "--json"])
+    new = Path(json.loads(capsys.readouterr().out)["directory"])
+    assert new.parent == tmp_path / folder / "cpu_smoke"
+
+
+def test_the_root_of_a_launch_with_its_own_directory_is_in_its_working_directory(tmp_path):
+    old = ended(tmp_path)
+    own = old.rename(tmp_path / "mine")
+    directory.change(own / rundir.PLAN, cwd=str(tmp_path / "work"))
+    root = tmp_path / "work" / "artifacts"
+    assert launches.root_of(own / "0-sanity") == root
+    assert launches.root_to_resume(own, launches.ROOT) == root
+    assert launches.root_to_resume(own, tmp_path) == tmp_path
