@@ -213,7 +213,7 @@ def adopt(directory: Path, operator: Settings, sure: bool = False) -> str:
         raise RefusedError(f"{directory} contains no launch to adopt")
     launch = jsonl.text(plan, "launch", "?")[:200]
     state = _adoptable_state(directory, launch, sure)
-    advice = f", and adopt again; if no rank is alive, also cd to it: {_resume_words(directory)}"
+    advice = f", and adopt again; or, if no rank is alive, cd to it: {_resume_command(directory)}"
     cwd, runs = working_directory(plan, advice), launches.run_directories(directory)
     newest = former_documents.document(runs[-1], rundir.RUN) if runs else {}
     gate_check.check_former(directory, plan, state)
@@ -261,7 +261,7 @@ def _adoptable_state(directory: Path, launch: str, sure: bool) -> dict[str, Any]
     if host != rundir.host_name():
         raise RefusedError(
             f"{launch} ran on {host}; its ranks may be alive there, adopt it there; if no rank is "
-            f"alive there, {_resume_words(directory)}"
+            f"alive there: {_resume_command(directory)}"
         )
     if former.get("boot_id") != rundir.boot_id() and not sure:
         raise RefusedError(
@@ -271,10 +271,9 @@ def _adoptable_state(directory: Path, launch: str, sure: bool) -> dict[str, Any]
     return state
 
 
-def _resume_words(directory: Path) -> str:
-    """Returns words on the command that resumes a launch without an adoption."""
-    resume = process.command("resume", directory.absolute(), "--yes")
-    return f"{resume} continues it in a new launch"
+def _resume_command(directory: Path) -> str:
+    """Returns the command that resumes a launch without an adoption."""
+    return process.command("resume", directory.absolute(), "--yes")
 
 
 def working_directory(plan: Mapping[str, Any], advice: str) -> Path:
