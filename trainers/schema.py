@@ -24,6 +24,8 @@ MODEL_LIMITS: dict[str, tuple[float, float]] = {
 BELOW_1 = 0.999999
 ANY_MODEL_SIZE = (1.0, float(1 << 20))
 DRILL, STRATEGY = "train.drill", "train.strategy"
+LOG_EVERY_MOST = 200
+"""With more, the times of the steps do not fit into a record (4 KiB), and gates need them all."""
 
 
 def key(default: Any, text: str, low: float = ANY_COUNT[0], high: float = ANY_COUNT[1]) -> Any:
@@ -144,7 +146,9 @@ class ReportSettings:
     """Settings of the records and profiles of the run."""
 
     out_dir: str = key("", "Parent directory of runs started by hand; empty: artifacts/<config>.")
-    log_every: int = key(10, "Steps between progress records; also steps 1 to 5 and the last.", 1)
+    log_every: int = key(
+        10, "Steps between progress records; also steps 1 to 5 and the last.", 1, LOG_EVERY_MOST
+    )
     disable_aux_stats: bool = key(False, "No statistics of the attention gate and the selection.")
     disable_csv: bool = key(False, "Write no training.csv and no other CSV file.")
     disable_tb: bool = key(False, "Write nothing for TensorBoard.")

@@ -100,7 +100,7 @@ def in_the_way(file: Path, folder: Path) -> bool:
 
 
 SAVING = small(
-    train__steps=100_000, report__log_every=1000, checkpoint__every=20, checkpoint__keep_last=1,
+    train__steps=100_000, report__log_every=200, checkpoint__every=20, checkpoint__keep_last=1,
 )  # fmt: skip
 
 

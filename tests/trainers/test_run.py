@@ -27,6 +27,8 @@ from tests.trainers.runs import (
     small,
 )
 from trainers import checkpoint, failures, manifest, precision, settings
+from trainers.contract import heartbeat
+from trainers.contract.errors import UsageError
 from trainers.contract.member import Member
 from trainers.run_records import Report
 
@@ -83,6 +85,19 @@ def test_progress_carries_every_figure_and_the_figures_agree_with_each_other(tex
     for mine, theirs in both:
         assert (mine["loss"], mine["grad_norm"]) == (theirs["loss"], theirs["grad_norm"])
         assert mine["batch_crc32"] != theirs["batch_crc32"]
+
+
+def test_a_record_holds_the_times_of_the_most_steps_between_two_records(text_run):
+    record = text_run.records(1, "progress")[-1]
+    most = settings.keys()["report.log_every"].high
+    record |= {
+        "steps_dt_s": [99.999999] * int(most), "gate_entropy_layers": [0.123456] * 48,
+        "mfu": 0.4123456789012345, "mfu_exact": 0.2123456789012345, "gpu_mem_reserved": 123456.5,
+        "gpu_mem_alloc": 123456.5, "tokens_total": 10**13, "overflow_steps": 1000,
+    }  # fmt: skip
+    assert "cut" not in json.loads(heartbeat.encode(record))
+    with pytest.raises(UsageError, match="200"):
+        settings.resolve(CONFIG, {}, {"report.log_every": int(most) + 1})
 
 
 def test_both_formulas_of_the_mfu_differ_by_what_the_attention_leaves_out(tmp_path):
