@@ -129,11 +129,13 @@ def root_of(path: Path) -> Path:
     """Returns the root in which the launch of a run or launch directory was started.
 
     For a launch with a directory of its own, this is the default root in its working directory.
+    Such a directory may also be named after a time, but its parent is not named after the plan.
     """
     launch = (launch_of(path) or path).absolute()
-    if STAMP.fullmatch(launch.name):
+    stored = rundir.read_json(launch / rundir.PLAN) or {}
+    if STAMP.fullmatch(launch.name) and launch.parent.name == jsonl.text(stored, "name"):
         return launch.parents[1]
-    return Path(jsonl.text(rundir.read_json(launch / rundir.PLAN) or {}, "cwd")) / ROOT
+    return Path(jsonl.text(stored, "cwd")) / ROOT
 
 
 def root_to_resume(path: Path, root: Path) -> Path:

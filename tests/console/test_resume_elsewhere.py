@@ -104,9 +104,10 @@ def test_a_resume_from_another_directory_starts_below_the_root_of_the_old_launch
     assert new.parent == tmp_path / folder / "cpu_smoke"
 
 
-def test_the_root_of_a_launch_with_its_own_directory_is_in_its_working_directory(tmp_path):
+@pytest.mark.parametrize("name", ["mine", "20261128-070929"])
+def test_the_root_of_a_launch_with_its_own_directory_is_in_its_working_directory(tmp_path, name):
     old = ended(tmp_path)
-    own = old.rename(tmp_path / "mine")
+    own = old.rename(tmp_path / name)
     directory.change(own / rundir.PLAN, cwd=str(tmp_path / "work"))
     root = tmp_path / "work" / "artifacts"
     assert launches.root_of(own / "0-sanity") == root
