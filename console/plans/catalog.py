@@ -22,10 +22,13 @@ def project_file(name: str) -> Path:
 
 
 def files() -> dict[str, Path]:
-    """Returns the plan files by name; a file of the working directory overrides the project's."""
+    """Returns the plan files by name; a file of the working directory overrides the project's.
+
+    Hidden files and links without a target are not plans; editors make them.
+    """
     found: dict[str, Path] = {}
     for folder in (PROJECT / FOLDER, FOLDER):
-        for path in sorted(folder.glob("*.yaml")) if folder.is_dir() else ():
+        for path in filter(Path.is_file, folder.glob("[!.]*.yaml")):
             found[path.stem] = path
     return dict(sorted(found.items()))
 
@@ -50,7 +53,8 @@ def load(name: str) -> Plan:
     path, known = find(name), files()
     plan = plans_module.load(path)
     named = known.get(plan.name)
-    is_other = not named.samefile(path) if named else any(map(path.samefile, known.values()))
+    is_misnamed = plan.name != path.stem and any(map(path.samefile, known.values()))
+    is_other = not named.samefile(path) if named else is_misnamed
     if is_other:
         raise UsageError(
             f"{path}: the name {plan.name!r} selects {named or 'no file'}, not this file; remove "

@@ -73,6 +73,27 @@ def test_a_plan_of_another_folder_cannot_have_the_name_of_a_listed_plan(tmp_path
     assert catalog.load(str(catalog.PROJECT / catalog.FOLDER / "cpu_smoke.yaml"))
 
 
+def test_a_plan_that_an_editor_has_locked_does_not_concern_other_plans(tmp_path, monkeypatch):
+    """Emacs makes a link without a target while a file has changes; macOS copies `._` files."""
+    folder = tmp_path / "configs" / "plans"
+    folder.mkdir(parents=True)
+    (folder / ".#big.yaml").symlink_to("ann@host.1:2")
+    (folder / "gone.yaml").symlink_to("nowhere")
+    (folder / "._big.yaml").write_bytes(b"\0")
+    monkeypatch.chdir(tmp_path)
+    assert catalog.load(written(tmp_path)).name == "mine"
+    assert catalog.files().keys().isdisjoint((".#big", "gone", "._big"))
+
+
+def test_a_link_to_a_listed_plan_is_a_plan_with_the_name_of_the_link(tmp_path, monkeypatch):
+    folder = tmp_path / "configs" / "plans"
+    folder.mkdir(parents=True)
+    (folder / "big.yaml").write_text(json.dumps({"phases": PHASES}))
+    (tmp_path / "link.yaml").symlink_to(folder / "big.yaml")
+    monkeypatch.chdir(tmp_path)
+    assert catalog.load("link.yaml").name == "link"
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [("cpu_smok", "did you mean 'cpu_smoke'"), ("nowhere.yaml", "known:"), ("zzz", "known:")],
