@@ -306,16 +306,18 @@ def _run_record(spec: LaunchSpec, index: int, directory: Path) -> Mapping[str, A
     return spec.run_record(index, run, spec.flags(index, {}), contract)
 
 
-def adopt(path: Path, sure: bool = False) -> str:
+def adopt(path: Path, sure: bool = False, root: Path = launches.ROOT) -> str:
     """Starts a new supervisor for a launch whose supervisor has died; returns a sentence.
 
     Raises RefusedError, for example if the launch and its processes have ended, or if its
-    supervisor is alive. After a reboot of the host, `sure` must be true.
+    supervisor is alive, or if a launch below `root` continues it. After a reboot of the host, `sure`
+    must be true.
     """
     top = launches.launch_of(path)
     if top is None:
         raise RefusedError(f"{path} belongs to no launch, so no supervisor can adopt it")
     launches.check_in_place(top)
+    rest_of_launch.check_adoptable(top, root)
     return f"a new supervisor has adopted {launcher.adopt(top, settings_file.load(), sure)}"
 
 

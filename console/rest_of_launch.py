@@ -179,6 +179,16 @@ def check_not_continued(options: LaunchOptions) -> None:
         raise RefusedError(f"{text}, so nothing was launched")
 
 
+def check_adoptable(top: Path, root: Path) -> None:
+    """Raises RefusedError if another launch continues the launch at `top`.
+
+    The launch is accepted if a process of it is alive on this host, which needs a supervisor.
+    """
+    text = continued_words(top, root)
+    if text and not any(map(liveness.living_in, launches.run_directories(top))):
+        raise RefusedError(f"{text}, so no supervisor was started; act on that launch")
+
+
 def _with_operator_flags(
     top: Path, planned: Plan, index: int, first: int, plan_state: Mapping[str, Any],
     said: Callable[[str], object],

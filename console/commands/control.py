@@ -104,7 +104,8 @@ def _begin(chosen: LaunchOptions, options: argparse.Namespace, note: str = "") -
 
 def adopt(options: argparse.Namespace) -> int:
     """Starts a new supervisor for a launch whose supervisor has died."""
-    text = actions.adopt(launches.find(options.run, options.root, act=True), options.yes)
+    path = launches.find(options.run, options.root, act=True)
+    text = actions.adopt(path, options.yes, options.root)
     show(options.json, {"ok": True, "text": text}, (clean(text),))
     return 0
 

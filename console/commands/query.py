@@ -78,13 +78,13 @@ def status(options: argparse.Namespace) -> int:
 
 
 def resume_lines(state: RunState, root: Path) -> list[str]:
-    """Returns the lines on how an ended launch can continue, if any.
+    """Returns the lines on how an ended or unsupervised launch can continue, if any.
 
     If another launch already continues it, the line names this launch. Otherwise each line has a
-    command that resumes the launch or accepts a gate.
+    command that resumes an ended launch or accepts a gate.
     """
     launch, own = state.launch, state.own_phase
-    if launch is None or own is None or launch.state != "ended":
+    if launch is None or own is None or launch.state not in ("ended", "unsupervised"):
         return []
     from console import rest_of_launch
 
@@ -92,7 +92,8 @@ def resume_lines(state: RunState, root: Path) -> list[str]:
         return [text]
     if state.can_resume:
         return [f"to resume, run: {command('resume', launch.path)}"]
-    gates = [each.name for each in state.gates if each.blocks and state.state == "completed"]
+    is_over = launch.state == "ended" and state.state == "completed"
+    gates = [each.name for each in state.gates if each.blocks and is_over]
     words = ("override", launch.path, "--phase", own.name, "--reason", "TEXT", "--gate")
     return [f"to accept this result, run: {command(*words, name)}" for name in gates]
 

@@ -296,20 +296,6 @@ def test_a_launch_without_a_supervisor_is_not_resumed_while_a_rank_is_alive(tmp_
         resumed(launch, again=True)
 
 
-def test_a_rejected_adoption_names_the_resume_that_is_possible(tmp_path, capsys):
-    dead = rundir.identity() | directory.DEAD
-    launch = ended(tmp_path, state="running", supervisor=dead | {"host": "gone"})
-    way = f"nsa-console resume {launch} --yes"
-    assert cli.main(["adopt", str(launch)]) == 4
-    said = capsys.readouterr().err.replace("\n", " ")
-    assert f"adopt it there; if no rank is alive there: {way}" in said
-    directory.change(launch / rundir.PLAN_STATE, supervisor=dead)
-    directory.change(launch / rundir.PLAN, cwd=str(tmp_path / "no directory"))
-    assert cli.main(["adopt", str(launch)]) == 4
-    said = capsys.readouterr().err.replace("\n", " ")
-    assert f"restore it, and adopt again; or, if no rank is alive, cd to it: {way}" in said
-
-
 SWEEP = """
 phases:
   - name: lr
