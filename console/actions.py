@@ -310,8 +310,8 @@ def adopt(path: Path, sure: bool = False, root: Path = launches.ROOT) -> str:
     """Starts a new supervisor for a launch whose supervisor has died; returns a sentence.
 
     Raises RefusedError, for example if the launch and its processes have ended, or if its
-    supervisor is alive, or if a launch below `root` continues it. After a reboot of the host, `sure`
-    must be true.
+    supervisor is alive, or if a launch below `root` continues it. After a reboot of the host, or
+    from another container, `sure` must be true.
     """
     top = launches.launch_of(path)
     if top is None:

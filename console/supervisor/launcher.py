@@ -204,8 +204,8 @@ def adopt(directory: Path, operator: Settings, sure: bool = False) -> str:
 
     The supervisor gets the working directory of the launch and the inherited variables of the
     newest run. It may start the command of the phase again. A launch that was not supervised since
-    this host booted therefore needs `sure`. Raises RefusedError if the launch cannot be adopted, or
-    ContractError if the supervisor does not start.
+    this host booted, or in another PID namespace, therefore needs `sure`. Raises RefusedError if
+    the launch cannot be adopted, or ContractError if the supervisor does not start.
     """
     access.check_ours(directory)
     plan = former_documents.document(directory, rundir.PLAN)
@@ -263,10 +263,16 @@ def _adoptable_state(directory: Path, launch: str, sure: bool) -> dict[str, Any]
             f"{launch} ran on {host}; its ranks may be alive there, adopt it there; if no rank is "
             f"alive there: {_resume_command(directory)}"
         )
-    if former.get("boot_id") != rundir.boot_id() and not sure:
+    is_hidden = rundir.is_hidden(former)
+    if (is_hidden or former.get("boot_id") != rundir.boot_id()) and not sure:
+        why = "was not supervised since this host booted"
+        look = f"look at {process.command('status', directory)}"
+        if is_hidden:
+            why = "was supervised in another container of this host"
+            look = "look there for its ranks"
         raise RefusedError(
-            f"{launch} was not supervised since this host booted, so adopt may start its command "
-            f"again: look at {process.command('status', directory)}, and add --yes to confirm"
+            f"{launch} {why}, so adopt may start its command again: {look}, and add --yes to "
+            "confirm"
         )
     return state
 

@@ -57,3 +57,23 @@ def test_a_launch_that_another_continues_is_adopted_while_a_rank_is_alive(
     rundir.write_json(old / "0-sanity" / rundir.SUPERVISOR, DEAD | {"workers": [rank]})
     assert adopted(old, capsys) == (0, "")
     assert started
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [({"boot_id": "x"}, "was not supervised since this host booted"),
+     ({"pid_ns": 1}, "was supervised in another container of this host")],
+)  # fmt: skip
+def test_an_adoption_needs_a_confirmation_if_the_former_processes_cannot_be_seen(
+    tmp_path, capsys, monkeypatch, change, why
+):
+    """A rank in another container may be alive; its command would be started a second time."""
+    started = []
+    monkeypatch.setattr(launcher, "_start_supervisor", lambda *_, **__: started.append(1))
+    old = ended(tmp_path, state="running", supervisor=rundir.identity() | change)
+    code, said = adopted(old, capsys)
+    assert (code, started) == (4, [])
+    assert why in said
+    assert "--yes" in said
+    assert adopted(old, capsys, "--yes") == (0, "")
+    assert started
