@@ -157,8 +157,8 @@ class Assembly:
         """Returns the policy of the supervisor in words; `key` is a key of supervisor.json."""
         is_long = key == "armed"
         if self._state == "unsupervised":
-            elsewhere = liveness.other_host(self._newest)
-            return (UNKNOWN_POLICY if elsewhere else NO_POLICY) if is_long else "none"
+            is_elsewhere = liveness.elsewhere(self._newest)
+            return (UNKNOWN_POLICY if is_elsewhere else NO_POLICY) if is_long else "none"
         stopped = [alert.id for alert in self._supervisor_alerts]
         if liveness.WORK_STOPPED in stopped:
             return STOPPED_POLICY if is_long else "none"
@@ -192,7 +192,7 @@ class Assembly:
             # This is the launch as its documents describe it, before `with_run_state`.
             known = {launch.why, *(alert.text for alert in self.troubles)}
             if self._has_ended and launch.state == "unsupervised":
-                away = self._moved or (liveness.other_host(self._newest) and launch.why)
+                away = self._moved or (liveness.elsewhere(self._newest) and launch.why)
                 add("no-supervisor", "crit", away or ORPHANED, "" if away else "R")
             if launch.doubt and launch.doubt not in known:
                 add("documents", "crit", f"the state of the launch is unknown: {launch.doubt}")

@@ -10,7 +10,7 @@ from typing import Any, cast
 from console.model import LaunchState, PendingFlag, PhaseState, State
 from console.sources import launches
 from console.sources.json_documents import line, planned_steps, read
-from console.sources.liveness import MAY_HAVE_ENDED, is_supervised, other_host
+from console.sources.liveness import MAY_HAVE_ENDED, elsewhere, is_supervised
 from console.sources.sanitize import clean
 from trainers.contract import jsonl, rundir
 from trainers.contract.jsonl import entries
@@ -46,9 +46,9 @@ def launch_state(
         runs = [path / each for each in existing] or launches.run_directories(path)
         moved = launches.why_not_in_place(runs[-1]) if runs else ""
         if moved or not is_supervised(owner | {"updated_ts": state.get("updated_ts")}):
-            named, host = "unsupervised", other_host(owner)
+            named, where = "unsupervised", elsewhere(owner)
             missing = "no supervisor is running; no further phase starts"
-            why = moved or (MAY_HAVE_ENDED.format(host) if host else missing)
+            why = moved or (MAY_HAVE_ENDED.format(where) if where else missing)
     current = jsonl.integer(state, "phase")
     current = _last_index(existing) if current is None else current
     former = jsonl.mapping(plan, "continues").values()

@@ -2,8 +2,8 @@
 
 The supervisor decides the state of a run. If the supervisor is dead, a reader decides by the first
 of these that exists: living processes (the run is `unsupervised`), a recorded end, the exit records
-of all ranks. If there is none, the run is usually `lost`. A reader on another host cannot know
-which processes are alive. There the run is `unsupervised` instead of `lost`.
+of all ranks. If there is none, the run is usually `lost`. A reader on another host or in another
+container cannot know which processes are alive. There the run is `unsupervised`, not `lost`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ It writes its state every 5 s, but the cache of an NFS client may show a change 
 SUPERVISOR_SILENT_S = 20.0
 """A supervisor is silent if it writes nothing for this time; it usually writes every second."""
 SUPERVISOR_STOPPED, WORK_STOPPED = "supervisor-stopped", "working-process-stopped"
-MAY_HAVE_ENDED = "the supervisor on {} may have ended"
-"""The sentence on the supervisor of another host that wrote no state for `ELSEWHERE_SILENT_S`."""
+MAY_HAVE_ENDED = "the supervisor {} may have ended"
+"""The sentence on a supervisor `elsewhere` that wrote no state for `ELSEWHERE_SILENT_S`."""
 ROLES: Mapping[str, tuple[str, str]] = {
     "supervisor": ("", "no attempt can start, and a failed working process is not replaced"),
     "working process": ("child", "no samples are taken and no request is answered"),
@@ -82,10 +82,12 @@ def live_directory(supervisor: Record) -> Path | None:
 # --- the last state of the supervisor ----------------------------------------------------------
 
 
-def other_host(document: Record) -> str:
-    """Returns the host in a document if it is not this host, or else ""."""
+def elsewhere(document: Record) -> str:
+    """Returns where the processes in a document are, if this reader cannot see them, or else ""."""
     host = json_documents.line(document, "host", "")
-    return "" if host == rundir.host_name() else host
+    if host not in ("", rundir.host_name()):
+        return f"on {host}"
+    return f"in another container of {host}" if rundir.is_hidden(document) else ""
 
 
 def is_here(document: Record) -> bool:
@@ -128,7 +130,7 @@ def with_newest_state(supervisor: Record, *others: Record | None) -> dict[str, A
 
 def _may_have_ended(supervisor: Record) -> bool:
     """Returns whether no rank is alive; if none can be seen, whether the supervisor may be dead."""
-    if other_host(supervisor) or rundir.is_hidden(supervisor):
+    if elsewhere(supervisor):
         return not is_supervised(supervisor)
     return not living_ranks(supervisor)
 
@@ -197,14 +199,14 @@ def _view(
     if not (decides or moved or living or state in ENDED):
         living = living_processes(run, supervisor)
     missing = f"the supervisor (pid {jsonl.integer(supervisor, 'pid')}) is not running"
-    if host := other_host(supervisor if "host" in supervisor else run):
+    if where := elsewhere(supervisor if "host" in supervisor else run):
         state_age = _age_words(jsonl.number(supervisor, "updated_ts"))
-        missing = f"{MAY_HAVE_ENDED.format(host)}; newest state: {state_age}"
+        missing = f"{MAY_HAVE_ENDED.format(where)}; newest state: {state_age}"
     return ReaderView(
         state, clean(jsonl.text(supervisor, "why"), 400), is_alive, missing, living,
         next_attempt=(jsonl.integer(supervisor, "attempt") or 1) + 1,
         newest_record=f"newest record: {_age_words(_newest_ts(heads))}" if heads else "",
-        is_elsewhere=bool(host), behind=behind, trouble="" if supervisor else trouble, moved=moved,
+        is_elsewhere=bool(where), behind=behind, trouble="" if supervisor else trouble, moved=moved,
     )  # fmt: skip
 
 

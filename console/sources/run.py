@@ -222,8 +222,8 @@ class RunSource:
         state: State = "queued"
         if launch and launch.state == "unsupervised":
             plan_state = self._document(Path(launch.path) / rundir.PLAN_STATE)
-            elsewhere = liveness.other_host(jsonl.mapping(plan_state, "supervisor"))
-            state = "unsupervised" if elsewhere else "lost"
+            is_elsewhere = liveness.elsewhere(jsonl.mapping(plan_state, "supervisor"))
+            state = "unsupervised" if is_elsewhere else "lost"
         return RunState(
             launch.id if launch else "", str(self.launch_path or ""), state,
             launch.why if launch else "no run", launch=launch, alerts=tuple(self._troubles()),

@@ -77,8 +77,8 @@ def find_newest(root: Path) -> Path | None:
 def find_live(found: Sequence[Path]) -> Path | None:
     """Returns the first launch that may be alive among the first 50, or None.
 
-    A launch on another host counts only while its state is recent, because a host that crashes
-    records no end.
+    A launch on another host or in another container counts only while its state is recent, because
+    a host that crashes records no end.
     """
     from console.sources import launch_documents, liveness
 
@@ -87,7 +87,7 @@ def find_live(found: Sequence[Path]) -> Path | None:
         named = launch_documents.launch_state(path, path.name, {}, state).state
         if named in ("running", "waiting"):
             return path
-        is_here = not liveness.other_host(jsonl.mapping(state, "supervisor"))
+        is_here = not liveness.elsewhere(jsonl.mapping(state, "supervisor"))
         if named == "unsupervised" and is_here and open_source(path).poll().state in LIVE_STATES:
             return path
     return None

@@ -14,7 +14,8 @@ DEAD = directory.DEAD
 
 
 @pytest.mark.parametrize(
-    ("silent_s", "pid_ns", "expected"), [(0, 1, "running"), (90, 1, "lost"), (0, None, "lost")]
+    ("silent_s", "pid_ns", "expected"),
+    [(0, 1, "running"), (90, 1, "unsupervised"), (0, None, "lost")],
 )
 def test_a_supervisor_in_another_pid_namespace_is_alive_while_it_writes(
     launch, run, silent_s, pid_ns, expected
@@ -24,6 +25,7 @@ def test_a_supervisor_in_another_pid_namespace_is_alive_while_it_writes(
     directory.change(launch / rundir.PLAN_STATE, supervisor=owner, updated_ts=updated_ts)
     state = RunSource(launch).poll()
     assert state.state == expected, state.why
+    assert ("in another container" in state.why) == (expected == "unsupervised")
     assert state.launch.state == ("running" if expected == "running" else "unsupervised")
 
 
