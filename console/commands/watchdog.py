@@ -79,23 +79,21 @@ def _report(change: Change, text: str, as_json: bool) -> None:
 
 
 def _try_halt(run: Path, change: Change, is_first: bool, as_json: bool) -> bool:
-    """If there is no `.HALT`, writes it and, if possible, `.anomaly_type`; prints the result.
+    """Writes `.HALT` and, if possible, `.anomaly_type`; prints the result.
 
+    A `.HALT` that exists is written too, because resumed ranks ignore one from before their start.
     Returns False if `.HALT` cannot be written. Failures after the first try are not printed.
     """
-    path, rule, result = run / rundir.HALT, change.rule, "already exists"
     try:
-        if not path.exists():
-            actions.halt(run, f"watchdog {actions.who()}")
-            result = "is written"
-            # A full disk has room for an empty .HALT, but perhaps not for the reason.
-            with contextlib.suppress(OSError):
-                rundir.write_atomic(run / rundir.ANOMALY, f"{rule.anomaly or rule.name}\n")
-    except (RefusedError, OSError) as error:
+        actions.halt(run, f"watchdog {actions.who()}")
+    except RefusedError as error:
         if is_first:
             print_error(f"{error}; retrying; further failures are not reported")
         return False
-    _report(change, f"{rundir.HALT} {result}: {change.text}", as_json)
+    # A full disk has room for an empty .HALT, but perhaps not for the reason.
+    with contextlib.suppress(OSError):
+        rundir.write_atomic(run / rundir.ANOMALY, f"{change.rule.anomaly or change.rule.name}\n")
+    _report(change, f"{rundir.HALT} is written: {change.text}", as_json)
     return True
 
 

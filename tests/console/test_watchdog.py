@@ -21,6 +21,7 @@ from console.commands.watchdog import make_watchdog
 from console.supervisor import offline
 from tests.console.sources import directory
 from trainers.contract import rundir
+from trainers.contract.member import Member
 from trainers.contract.pulse import PulseWriter
 
 ROOT = Path(__file__).parents[2]
@@ -176,15 +177,24 @@ def test_pulses_tell_which_rank_stands_still(run, step, text):
     assert line["text"].startswith(text)
 
 
-def test_a_halt_that_is_there_already_stays_as_it_is(run):
-    (run / rundir.HALT).write_text("by hand")
-    directory.beat(run, 0, 100, loss="nan")
-    directory.beat(run, 1, 100, loss="nan")
-    with watchdog(run, "--halt", "--interval", "0.1") as process:
-        lines = [json.loads(process.stdout.readline()) for _ in range(3)]
-    assert ".HALT already exists" in next(c["text"] for c in lines if c["kind"] == "act")
-    assert (run / rundir.HALT).read_text() == "by hand"
-    assert not (run / rundir.ANOMALY).exists()
+def test_a_halt_from_before_a_resume_is_requested_again_with_the_new_reason(run):
+    """The rank ignores the `.HALT` of the training that it resumes in the same directory."""
+    (run / rundir.HALT).write_text("by hand\n")
+    (run / rundir.ANOMALY).write_text("heartbeat_stall\n")
+    rank = Member(run, {})
+    rank._watcher.start()
+    try:
+        directory.beat(run, 0, 100, loss="nan")
+        directory.beat(run, 1, 100, loss="nan")
+        assert not rank.halt_reason
+        with watchdog(run, "--halt", "--interval", "0.1") as process:
+            until(lambda: rank.halt_reason == rundir.HALT, process)
+            act = next(c for c in map(json.loads, process.stdout) if c["kind"] == "act")
+    finally:
+        rank.close(100)
+    assert (act["rule"], act["text"].startswith(".HALT is written: ")) == ("non_finite", True)
+    assert (run / rundir.HALT).read_text().startswith("by hand\nrequested by watchdog ")
+    assert (run / rundir.ANOMALY).read_text() == "nan_loss\n"
 
 
 def test_a_halt_that_cannot_be_written_is_tried_again_at_each_poll(run):
