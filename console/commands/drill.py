@@ -36,6 +36,7 @@ FAULT_STEP = 10
 """The step in which the fault begins."""
 MAX_PROCESSES = 16
 READ_BYTES = 1 << 20
+"""The most bytes of a file that are read. The fault is at the beginning of the heartbeat."""
 MAX_VERDICTS = 256
 STARTUP_S, ENDED_S, ANSWER_S = 300.0, 60.0, 15.0
 BY = "drill"
@@ -213,7 +214,7 @@ def read_score(path: Path, fault: Drill) -> Score:
     state, run, truth = source.poll(), source.run_path, KINDS[fault.kind].truth
     over = status_text.is_over(state)
     rank = fault.rank or 0
-    beats = _records(rundir.heartbeat(run, rank)) if run else []
+    beats = _records(rundir.heartbeat(run, rank), offset=0) if run else []
     fault_ts = next((ts for each in beats if each.get("state") == "fires"
                      and (ts := jsonl.number(each, "ts"))), None)  # fmt: skip
     if run is None or fault_ts is None:
@@ -249,8 +250,9 @@ def _names(text: str, rank: int) -> bool:
     return re.search(rf"\brank {rank}\b", text) is not None
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
-    lines = jsonl.read_bytes(path, READ_BYTES, None, below=path.parent).splitlines()
+def _records(path: Path, offset: int | None = None) -> list[dict[str, Any]]:
+    """Returns the records in the last `READ_BYTES` of a file, or in the first from `offset` on."""
+    lines = jsonl.read_bytes(path, READ_BYTES, offset, below=path.parent).splitlines()
     return [record for line in lines if (record := jsonl.decode(line)) is not None]
 
 

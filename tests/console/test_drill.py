@@ -20,7 +20,7 @@ from console.model import EXIT_CODES
 from console.sources import process
 from tests.console.sources import directory
 from tests.launches import STUB, phase, write_plan
-from trainers.contract import rundir
+from trainers.contract import jsonl, rundir
 from trainers.contract.drill_kinds import KINDS, Drill
 
 FAULT_TS = 1_800_000_000.0
@@ -125,6 +125,15 @@ def test_a_verdict_after_the_reaction_or_before_the_fault_does_not_count(launche
     ask(launched, 3.0, "stop")
     say(launched, 9.0, 1, "stopped")
     assert score(launched).said == ""
+
+
+def test_a_fault_counts_after_many_further_steps(launched):
+    beats = rundir.heartbeat(launched / "0-first", 1)
+    record = json.loads(beats.read_bytes()) | {"msg": "progress", "state": 1000 * "-"}
+    with beats.open("ab") as stream:
+        stream.writelines(jsonl.encode(record | {"step": step}) for step in range(11, 2000))
+    assert beats.stat().st_size > drill.READ_BYTES
+    assert score(launched).fault_ts == FAULT_TS
 
 
 def practised(
