@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     output.prepare()
     access.set_safe_umask()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # waitpid fails if it is ignored
     options = argparse.Namespace()
     try:
         build_parser().parse_args(words, options)

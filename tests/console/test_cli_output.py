@@ -113,6 +113,15 @@ def test_a_halt_is_sent_also_with_all_standard_descriptors_closed(tmp_path):
     assert (run / rundir.HALT).exists()
 
 
+def test_a_halt_is_answered_also_if_the_caller_ignores_the_end_of_children(tmp_path):
+    """A program inherits an ignored SIGCHLD, and the kernel then reaps its children."""
+    path = directory.launch(tmp_path)
+    directory.run(path / "0-first", **directory.DEAD)
+    done = shell(f"trap '' CHLD; exec {CONSOLE} halt {path}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert ".HALT is written" in done.stdout
+
+
 def test_an_unprintable_character_is_escaped_and_not_an_error(launch):
     done = run_cli(launch.parent, "do", "--help", PYTHONIOENCODING="ascii")
     assert (done.returncode, done.stderr) == (0, "")
