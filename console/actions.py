@@ -110,7 +110,7 @@ def prepare(options: LaunchOptions, said: Callable[[str], None] | None = None) -
     plan, flag_origins, set_origins = _plan(options, said or str)
     directory = _directory(options, plan.name)
     spec = LaunchSpec(
-        _id(plan, directory) if options.run_dir is None else directory.name,
+        _id(plan, directory) if options.run_dir is None else Path(os.path.realpath(directory)).name,
         plan, who(), flag_origins, set_origins,
         launch_spec.host_facts(), launch_spec.git_facts(catalog.PROJECT),
         operator=settings_file.load(),

@@ -180,6 +180,14 @@ def test_a_directory_of_another_launch_or_plan_is_refused(tmp_path, content, loc
     assert (done / rundir.PLAN).read_text() == content
 
 
+@pytest.mark.parametrize("named", [".", "exp8/..", "../exp7"])
+def test_the_id_is_the_name_of_the_given_directory(tmp_path, monkeypatch, named):
+    (tmp_path / "exp7" / "exp8").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "exp7")
+    prepared = actions.prepare(options(tmp_path, run_dir=Path(named)))
+    assert (prepared.spec.launch, prepared.phases[0]["run"]) == ("exp7", "exp7/0-one")
+
+
 def test_a_file_as_a_launch_directory_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(RefusedError, match="is not a directory"):
