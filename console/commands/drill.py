@@ -163,10 +163,10 @@ def _chosen(options: argparse.Namespace) -> Drill:
     if kind is None:
         raise UsageError(f"there is no drill {options.fault!r}{did_you_mean(options.fault, KINDS)}")
     rank = options.nproc - 1 if options.rank is None else options.rank
-    if options.nproc > MAX_PROCESSES or rank >= options.nproc:
+    if not kind.least_ranks <= options.nproc <= MAX_PROCESSES or rank >= options.nproc:
         raise UsageError(
-            f"--rank {rank} --nproc {options.nproc}: --nproc must be at most {MAX_PROCESSES}, and "
-            "--rank must be below --nproc"
+            f"drill {options.fault} --rank {rank} --nproc {options.nproc}: --nproc must be "
+            f"{kind.least_ranks} to {MAX_PROCESSES}, and --rank must be below --nproc"
         )
     if not (options.plain or options.json or is_terminal()):
         raise UsageError("the screen needs a terminal; use drill FAULT --plain")

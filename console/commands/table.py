@@ -296,7 +296,8 @@ DRILL = Command(
         option("--rank", type=at_least(0, "a rank; ranks count from 0"), metavar="R",
                help="rank that has the fault (default: the last rank)"),
         option("--nproc", type=at_least(1, "a number of at least 1"), default=2, metavar="N",
-               help="processes of the run, 1-16 (default: %(default)s)"),
+               help="processes of the run, 1-16, with the fault `slow` 2-16 (default: "
+               "%(default)s)"),
         option("--plain", action="store_true",
                help="print one sentence per change, no screen"),
         option("--wait", type=seconds, default=300.0, metavar="SECONDS",

@@ -117,6 +117,7 @@ def test_any_words_get_one_sentence_and_a_documented_exit_code(name, over, capsy
         ("drill nope", 2, "no drill 'nope'"),
         ("drill stop", 2, "needs a terminal"),
         ("drill stop --plain --rank 2", 2, "--rank 2 --nproc 2"),
+        ("drill slow --plain --nproc 1", 2, "--nproc must be 2 to 16"),
         ("fly", 2, "invalid choice: 'fly'"),
         ("launch", 2, "either PLAN or --config"),
         ("launch cpu_smoke --trainer fsdp", 2, "--trainer needs --config"),

@@ -58,6 +58,8 @@ class Kind:
     place: Place = "forward"
     lasts: bool = False
     """True if the fault happens in its step and in every later step."""
+    least_ranks: int = 1
+    """The number of ranks without which the console cannot show the fault."""
 
 
 KINDS: dict[str, Kind] = {
@@ -79,7 +81,7 @@ KINDS: dict[str, Kind] = {
     "inf_grad": Kind("one gradient is Inf, the loss is finite",
                      Truth(alert="non_finite", ranked=False), place="logits"),
     "slow": Kind("each step from then on takes SECONDS longer in the forward pass",
-                 Truth(alert="imbalance", right=("halt",)), 1.0, lasts=True),
+                 Truth(alert="imbalance", right=("halt",)), 1.0, lasts=True, least_ranks=2),
     "leak": Kind("the process grows by SECONDS MiB in each step from then on",
                  Truth(alert="memory_growth", right=("halt",), after_s=400.0), 2.0, lasts=True),
 }  # fmt: skip
