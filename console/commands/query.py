@@ -308,7 +308,7 @@ def logs(options: argparse.Namespace) -> int:
     over = not options.follow or status_text.is_over(state, run.is_launch)
     while True:
         changed = (reader.run, reader.attempt) != (run.run_path, state.attempt)
-        while fresh := reader.poll(over or changed):
+        while (fresh := reader.poll(over or changed)) or reader.is_behind:
             for line in fresh:
                 if wanted in (None, line.source) and pattern.search(line.text):
                     text = f"{line.source:<8} {line.text}"

@@ -56,6 +56,7 @@ class Log:
                 skipped = self._seek(status)
                 data = self._read(fd)
         except OSError:
+            self.is_behind = False
             return []
         *lines, self._carry = (self._carry + data).split(b"\n")
         lines[:0] = skipped
@@ -141,7 +142,7 @@ class LogSource:
                 if text.strip():
                     fresh.append(LogLine(file.source, text))
         self._unordered |= {line.source for line in fresh}
-        if any(file.is_behind for file in self._files.values()):
+        if self.is_behind:
             return fresh
         before, self._current_ts = self._current_ts, time.time()
         if self._current_ts - before > ORDERED_S and len(self._unordered) > 1:
@@ -149,6 +150,11 @@ class LogSource:
             fresh.append(LogLine(ALL_SOURCES, text))
         self._unordered.clear()
         return fresh
+
+    @property
+    def is_behind(self) -> bool:
+        """True if the last poll stopped before the end of a log; it may have returned no line."""
+        return any(file.is_behind for file in self._files.values())
 
     def _discover(self) -> None:
         directory = rundir.logs(self.run, self.attempt)

@@ -274,6 +274,14 @@ def test_logs_print_each_line_of_a_long_log_and_of_its_rotated_file(launch, caps
     assert [line[9:] for line in out.splitlines()] == every
 
 
+def test_logs_print_the_lines_after_many_blank_ones(launch, capsys):
+    log = rundir.rank_log(directory.run(launch / "0-first"), 1, 0)
+    log.parent.mkdir(parents=True)
+    log.write_text("begin\n" + "\n" * 600_000 + "Traceback: the cause\n")
+    _, out, _ = said(capsys, "logs", launch)
+    assert [line[9:] for line in out.splitlines()] == ["begin", "Traceback: the cause"]
+
+
 def test_a_run_that_was_started_by_hand_has_no_logs(tmp_path, capsys):
     code, _, err = said(capsys, "logs", directory.run(tmp_path / "mine"))
     assert (code, "mine has no logs; a run that was started by hand" in err) == (3, True)

@@ -131,6 +131,17 @@ def test_the_order_of_long_logs_is_called_not_known_once_when_all_are_read(tmp_p
     assert [i for i, line in enumerate(found) if line.source == "all"] == [len(found) - 1]
 
 
+def test_a_long_log_that_is_gone_is_not_waited_for(tmp_path):
+    log = rundir.rank_log(tmp_path, 1, 0)
+    log.parent.mkdir(parents=True)
+    log.write_text("step\n" * 90_000)
+    source = LogSource(tmp_path)
+    source.poll()
+    assert source.is_behind
+    log.unlink()
+    assert (source.poll(), source.is_behind) == ([], False)
+
+
 def test_a_display_begins_near_the_end_of_long_logs_and_says_so(tmp_path):
     log = rundir.rank_log(tmp_path, 1, 0)
     log.parent.mkdir(parents=True)
