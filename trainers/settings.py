@@ -42,12 +42,14 @@ ALIASES: Mapping[str, str] = {
     "train.out_dir": "report.out_dir",
 }
 """Names of our keys in the configurations of other systems."""
-VALUES: Mapping[str, Mapping[Any, Any]] = {
-    "runtime.gradient_checkpointing": {True: "all", False: "none"},
-    "runtime.use_flash": {True: False, False: True},
+VALUES: Mapping[str, Mapping[str, Any]] = {
+    "runtime.gradient_checkpointing": dict.fromkeys(values.TRUE, "all")
+    | dict.fromkeys(values.FALSE, "none"),
+    "runtime.use_flash": dict.fromkeys(values.TRUE, False) | dict.fromkeys(values.FALSE, True),
     "nsa.phi": {"avg": "mean"},
 }
-"""The translations of values of other systems, by the name of the key in those systems."""
+"""The translations of values of other systems: by the name of the key there, and then by the value
+as a text in small letters."""
 INCLUDE = "include"
 
 
@@ -120,8 +122,7 @@ def _from_yaml(path: Path, known: Mapping[str, Key]) -> Iterator[tuple[str, Any,
         wrong = []
         for written, value in flatten(document):
             if written in names:
-                if isinstance(value, str | bool):
-                    value = VALUES.get(written, {}).get(value, value)
+                value = VALUES.get(written, {}).get(str(value).lower(), value)
                 yield ALIASES.get(written, written), value, f"config {file}"
             elif not any(name.startswith(f"{written}.") for name in names):
                 wrong.append(f"there is no setting {written!r}{did_you_mean(written, names)}")

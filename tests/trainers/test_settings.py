@@ -326,3 +326,17 @@ def test_a_configuration_may_use_the_names_of_other_systems(tmp_path):
     path.write_text("nsa: {l_slc: 8}\n")
     with pytest.raises(UsageError, match=r"did you mean 'nsa\.l_sel'"):
         settings.resolve(path, {})
+
+
+@pytest.mark.parametrize(("written", "uses_flash"), [
+    ("true", True), ("1", True), ("'true'", True), ("false", False), ("0", False),
+    ("'False'", False),
+])  # fmt: skip
+def test_each_spelling_of_a_boolean_has_its_meaning_under_a_name_of_other_systems(
+    written, uses_flash, tmp_path
+):
+    path = tmp_path / "foreign.yaml"
+    path.write_text(f"runtime: {{use_flash: {written}, gradient_checkpointing: {written}}}\n")
+    found = settings.resolve(path, {}).settings
+    assert found.attention.no_flash is not uses_flash
+    assert found.train.recompute == ("all" if uses_flash else "none")
