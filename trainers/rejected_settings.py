@@ -117,6 +117,11 @@ TABLE: tuple[Refusal, ...] = (
         "model cannot be allowed",
     ),
     Refusal(
+        ("checkpoint.export", "attention.force_branch", "attention.uniform_gate"),
+        lambda s: s.checkpoint.export != "" and s.attention.fixed_gate is not None,
+        "the exported directory cannot describe these ablations; leave checkpoint.export empty",
+    ),
+    Refusal(
         ("data.recall_span", "data.recall_distance", "data.seq_len", "model.nsa.window"),
         _recall_does_not_fit,
         "recall needs a distance above the window and at least as long as the span, and span + "

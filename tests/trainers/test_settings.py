@@ -115,6 +115,10 @@ WRONG = {
         {}, {"data.documents": "separate", "data.source": "text", "train.compile": 1},
         "train.compile", "would compile anew",
     ),
+    "export_of_an_ablation": (
+        {"NSA_FORCE_BRANCH": "win"}, {"checkpoint.export": "exported"},
+        "checkpoint.export=exported", "cannot describe",
+    ),
     "documents_of_noise": ({}, {"data.documents": "separate"}, "data.source", "have no documents"),
     "no_folder": (
         {}, {"data.source": "text", "data.path": "/no/such"}, "/no/such", "there is no such folder",
