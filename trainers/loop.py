@@ -93,7 +93,7 @@ def run_steps(t: Training) -> str:
         t.phases.enter(step, "log")
         figures[3:] = torch.stack((nonfinite, spike, lowered))
         rows = reduce_figures(t, step, figures)
-        t.report.end(step)
+        t.report.end(step, t.phases.training_s())
         right = log(t, step, rows, rate, norm, stats) if t.report.due(step) else None
         t.guard.check(rows)
         t.inventory.end(step)
@@ -190,11 +190,12 @@ def log(
     extra |= {name: x.double().round(decimals=6).tolist() for name, x in stats.items()}
     if fallbacks := t.plain.fallbacks():
         extra["fb_total"] = fallbacks.total()
+    phases_s, steps_s = t.phases.take()
     return t.report.progress(
         step, loss=rows[-1].loss, lr=rate, grad_norm=norm.item(), skipped_steps=t.guard.skipped,
         overflow_steps=t.guard.overflow, scale_lowered_steps=t.guard.scale_lowered,
         spike_steps=t.guard.spikes,
-        phases_s=t.phases.take(), **extra,
+        phases_s=phases_s, steps_s=steps_s, **extra,
     )  # fmt: skip
 
 
@@ -260,7 +261,6 @@ def run_requests(t: Training, step: int, rows: list[Row]) -> None:
 def save(t: Training, step: int) -> None:
     """Waits for the previous save; then saves a checkpoint, or starts a background save."""
     t.phases.enter(step, "save")
-    began = time.perf_counter()
     report_save(t, step, *t.saver.collect(wait_s=None))
     try:
         if t.saver.in_background:
@@ -269,7 +269,6 @@ def save(t: Training, step: int) -> None:
             report_save(t, step, t.saver.save(position(t)))
     except CheckpointError as error:
         report_save(t, step, error)
-    t.report.paused(time.perf_counter() - began)
 
 
 def save_final(t: Training, halted: bool) -> None:

@@ -108,8 +108,7 @@ class Report:
         self.batch_crc32 = ""
         """The checksum of the first micro-batch of the step, at steps with a progress record."""
         self._started = time.perf_counter()
-        self._ended_at = self._training_s = 0.0
-        self._durations: list[float] = []
+        self._training_s = 0.0
         self._fetches: deque[float] = deque(maxlen=FETCHES_KEPT)
         self._right = self._scored = 0
         self._last: dict[str, Any] = {}
@@ -164,7 +163,6 @@ class Report:
 
     def begin(self, step: int) -> None:
         """Marks the start of a step."""
-        self._ended_at = self._ended_at or time.perf_counter()
         if self.due(step):
             self._member.record("step_start", step)
 
@@ -172,12 +170,9 @@ class Report:
         """Adds the time of one fetch."""
         self._fetches.append(took_s)
 
-    def end(self, step: int) -> None:
-        """Marks the end of a step; its duration is measured from the end of the previous step."""
-        now = time.perf_counter()
-        self._durations.append(now - self._ended_at)
-        self._training_s += now - self._ended_at
-        self._ended_at = now
+    def end(self, step: int, training_s: float) -> None:
+        """Marks the end of a step; `training_s` is the time of all steps of this process."""
+        self._training_s = training_s
         self.steps_done = step
         self.tokens_total += self._tokens_per_step
 
@@ -185,7 +180,6 @@ class Report:
         self, step: int, loss: float, tokens: int, right: float | None, took_s: float
     ) -> None:
         """Records the loss on held-out data; with recall, also the fraction of right bytes."""
-        self.paused(took_s)
         fields: dict[str, Any] = {
             "loss": loss, "bits_per_byte": self._bits_per_byte(loss), "tokens": tokens,
             "dt_s": took_s,
@@ -197,23 +191,21 @@ class Report:
         for sink in self._sinks:
             sink.add(step, {"val_loss": loss, "ppl": math.exp(min(loss, LARGEST_EXPONENT))})
 
-    def paused(self, took_s: float) -> None:
-        """Excludes the time of a save or an evaluation from the step durations."""
-        self._ended_at += took_s
-
     def count_right(self, right: int, scored: int) -> None:
         """Adds the numbers of right and of scored predictions of a step."""
         self._right += right
         self._scored += scored
 
     def progress(
-        self, step: int, *, loss: float, phases_s: Mapping[str, float], **figures: Any
-    ) -> float | None:
+        self, step: int, *, loss: float, phases_s: Mapping[str, float], steps_s: list[float],
+        **figures: Any,
+    ) -> float | None:  # fmt: skip
         """Writes the progress record of a step. Returns the fraction of right bytes (recall only).
 
-        `figures` are added unchanged.
+        `phases_s` and `steps_s` are the times since the last record, of all its phases and of each
+        step. `figures` are added unchanged.
         """
-        fields = self._fields(loss, phases_s) | figures
+        fields = self._fields(loss, phases_s, steps_s) | figures
         self._member.record("progress", step, **fields)
         self._member.record("step_end", step)
         self.first_loss = loss if self.first_loss is None else self.first_loss
@@ -222,18 +214,20 @@ class Report:
             self._log(step, fields)
             for sink in self._sinks:
                 sink.add(step, {"fb_total": 0} | fields)
-        self._durations, self._right, self._scored = [], 0, 0
+        self._right = self._scored = 0
         return fields.get("bytes_right")
 
-    def _fields(self, loss: float, phases_s: Mapping[str, float]) -> dict[str, Any]:
-        world, steps = self._member.world, len(self._durations)
-        rate = self._tokens_per_step * steps / max(sum(self._durations), 1e-9)
+    def _fields(
+        self, loss: float, phases_s: Mapping[str, float], steps_s: list[float]
+    ) -> dict[str, Any]:
+        world, steps = self._member.world, len(steps_s)
+        rate = self._tokens_per_step * steps / max(sum(steps_s), 1e-9)
         resident_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
         fields: dict[str, Any] = {
             "loss": loss, "bits_per_byte": self._bits_per_byte(loss),
             "toks_per_s": round(rate, 2), "toks_per_s_rank": round(rate / world, 2),
             "tokens_total": self.tokens_total, **self._mfu(rate),
-            "steps_dt_s": [round(duration, 6) for duration in self._durations],
+            "steps_dt_s": [round(duration, 6) for duration in steps_s],
             "rss_mib": round(resident_pages * PAGE_MIB, 1), "batch_crc32": self.batch_crc32,
             "dropped_records": self._member.recorder.dropped,
         }  # fmt: skip
