@@ -158,15 +158,16 @@ def reduce_figures(t: Training, step: int, figures: Tensor) -> list[Row]:
     """Starts to reduce this step's figures. Returns the rows whose sums are due.
 
     The row of a step is due one step later, so that this function need not wait for the slowest
-    rank. But the row of this step is due now if the step has a progress record, or if a save is
-    due, which depends on it.
+    rank. But the row of this step is due now if the step has a progress record, if a save is due,
+    which depends on it, or if an evaluation is due, whose time must not contain this step.
     """
     every = t.settings.checkpoint.every
     t.save_is_due |= every > 0 and step % every == 0
     # Ranks may see a file at different steps, so only rank 0 requests a checkpoint or profile.
     requests = frozenset() if t.parallel.rank else t.member.new_requests()
     t.reduction.start(step, figures, requests | {t.member.halt_reason})
-    rows = t.reduction.finish(include_newest=t.report.due(step) or t.save_is_due)
+    is_due = t.report.due(step) or t.save_is_due or evaluation_is_due(t, step)
+    rows = t.reduction.finish(include_newest=is_due)
     count_skipped(t, rows)
     for row in rows:
         t.report.count_right(row.right, row.tokens)
@@ -197,6 +198,11 @@ def log(
         spike_steps=t.guard.spikes,
         phases_s=phases_s, steps_s=steps_s, **extra,
     )  # fmt: skip
+
+
+def evaluation_is_due(t: Training, step: int) -> bool:
+    """Returns whether an evaluation follows this step; it is so on all ranks."""
+    return bool(t.held_out) and step % t.settings.eval.every == 0
 
 
 @torch.no_grad()
@@ -241,7 +247,7 @@ def run_requests(t: Training, step: int, rows: list[Row]) -> None:
     requests = frozenset().union(*(row.asked for row in rows))
     if PROFILE_NOW in requests:
         t.profiler.request(step)
-    if t.held_out and step % t.settings.eval.every == 0:
+    if evaluation_is_due(t, step):
         evaluate(t, step)
     report_save(t, step, *t.saver.collect())
     settings = t.settings.checkpoint

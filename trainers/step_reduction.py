@@ -1,8 +1,9 @@
 """Sums figures, halt reasons and requests over all ranks, in one all-reduce per step.
 
-The sum of a step is read one step later. The sum of a step with a progress record is read in the
-same step, and the last sum at the end of the training. Every rank starts and finishes the
-all-reduce at the same place in the loop, so all ranks decide alike without another collective.
+The sum of a step is read one step later. The sum of a step with a progress record, an evaluation or
+a save is read in the same step, and the last sum at the end of the training. Every rank starts and
+finishes the all-reduce at the same place in the loop, so all ranks decide alike without another
+collective.
 """
 
 from __future__ import annotations

@@ -62,3 +62,16 @@ def test_the_host_waits_for_the_device_at_log_steps_only(tmp_path):
     # `StepReduction.start` makes the only tensor of host values, in pinned memory for a GPU.
     quiet = [(step, name) for step, name in operators.found if 5 < step < 10]
     assert quiet == [(step, FROM_HOST) for step in range(6, 10)]
+
+
+def test_the_device_has_ended_a_step_before_its_evaluation_begins(tmp_path, monkeypatch):
+    """The time of an evaluation is taken out of the training, so it must not contain a step."""
+    changes = {"train.steps": 8, "report.log_every": 8, "eval.every": 7}
+    resolved = settings.resolve(CONFIG, {}, small(**changes, checkpoint__at_end=False))
+    member, unread = Member(tmp_path, {}), []
+    monkeypatch.setattr(
+        loop, "evaluate", lambda t, step: unread.append((step, t.reduction.finish(True)))
+    )
+    loop.train(resolved.settings, member, Report(resolved, member))
+    assert member.close(8)
+    assert unread == [(7, [])]
