@@ -143,6 +143,12 @@ def test_the_page_on_gates_has_each_gate_and_names_those_that_fail_without_all_r
         assert set(re.findall(r"`(.+?)`", named)) == wanted, field
 
 
+@pytest.mark.parametrize("path", PAGES, ids=lambda p: p.name)
+def test_a_page_calls_only_the_name_of_a_gate_a_gate(path):
+    named = re.findall(r"gates? `(\w+)`(?:\s+and\s+`(\w+)`)?", path.read_text())
+    assert {name for pair in named for name in pair if name} <= set(gates.RULES)
+
+
 def test_the_run_directory_document_names_every_file_of_the_contract():
     text = (ROOT / "docs/run-directory.md").read_text()
     for name in (

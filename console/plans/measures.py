@@ -151,7 +151,8 @@ def figure(s: Summary, name: str, ranks: range, worst: Callable[..., float], at:
     when, why = f"at step {at}" if at else "", ""
     if name in OF_LAST_STEPS:
         when = f"last {first['steps'] or 0:.0f} steps {when}".rstrip()
-        why = f"standard deviation {number(first['toks_per_s_stdev'])} tok/s"
+        deviation = first["toks_per_s_stdev"]
+        why = "" if deviation is None else f"standard deviation {number(deviation)} tok/s"
         doubt = doubt or _few(first["steps"])
     if not values:
         return Measured(None)
@@ -209,8 +210,8 @@ def scaling(s: Summary) -> Measured:
     rate = figures["toks_per_s"]
     if files is None or not files.single_toks_per_s or rate is None:
         return Measured(None, why=(
-            "no earlier phase with one rank has a confirmed speed, or the durations of the last "
-            "steps are not complete"
+            "no earlier phase with one rank has a confirmed speed, or the speed of the last steps "
+            "is not known"
         ))  # fmt: skip
     single = files.single_toks_per_s
     text = f"{number(rate)} tok/s on {counted(s.world, 'rank')}, {number(single)} tok/s on one"

@@ -19,7 +19,8 @@ class Step(NamedTuple):
 
     step: int
     took_s: float
-    tokens: float
+    tokens: float | None
+    """None if the record has no `toks_per_s`."""
 
 
 class Figures(NamedTuple):

@@ -335,16 +335,17 @@ class RankTotals:
     def _take_steps(self, record: Record, step: int) -> None:
         """Adds the durations of the steps since the previous record.
 
-        A record that was shortened to fit its line (`cut`), or that has no `toks_per_s`, adds no
-        duration.
+        A record that was shortened to fit its line (`cut`) adds no duration.
         """
         durations = jsonl.numbers(record, "steps_dt_s")
         toks_per_s = jsonl.number(record, "toks_per_s")
         first = step - len(durations) + 1
         cut(self.steps, max(first, 0))
-        if "cut" in record or toks_per_s is None:
+        if "cut" in record:
             return
-        tokens = toks_per_s * sum(durations) / max(len(durations), 1)
+        tokens = None
+        if toks_per_s is not None:
+            tokens = toks_per_s * sum(durations) / max(len(durations), 1)
         for number, took_s in enumerate(durations, first):
             self.dropped_steps = self.dropped_steps or len(self.steps) == KEPT_STEPS
             self.steps.append(Step(number, took_s, tokens))
@@ -365,21 +366,27 @@ class RankTotals:
         """Returns four values: step count, tokens per second, deviation, and longest ÷ median step.
 
         The values cover the last steps; the deviation is of tokens per second. All are None if
-        fewer than two steps are known, or if a step or its duration is missing or not valid. Only
-        the newest step may be missing: a foreign program reports the figures of a step when the
-        next step begins.
+        fewer than two steps are known, or if a step or its duration is missing or not valid. Speed
+        and deviation are None if a step has no valid tokens. Only the newest step may be missing,
+        or lack the tokens that the step before has: a foreign program reports the figures of a step
+        when the next step begins.
         """
-        rows = list(self.steps)[-LAST_STEPS:]
+        rows = list(self.steps)
+        if [row.tokens is None for row in rows[-2:]] == [False, True]:
+            rows.pop()
+        rows = rows[-LAST_STEPS:]
         few = self.dropped_steps and len(rows) < LAST_STEPS
         last = rows[-1].step if rows else 0
         wanted = range(last - len(rows) + 1, last + 1)
-        times, tokens = [row.took_s for row in rows], [row.tokens for row in rows]
+        times, tokens = [row.took_s for row in rows], [row.tokens or 0.0 for row in rows]
         known = len(rows) > 1 and not few and self.step - last <= 1
         known = known and [row.step for row in rows] == list(wanted)
-        if not known or not all(0 < x < math.inf for x in (*times, *tokens)):
+        if not known or not all(0 < x < math.inf for x in times):
             return None, None, None, None
+        ratio = max(times) / statistics.median(times)
+        if not all(0 < x < math.inf for x in tokens):
+            return len(rows), None, None, ratio
         rates = [each / took_s for each, took_s in zip(tokens, times, strict=True)]
         mean = sum(rates) / len(rates)
         deviation = math.sqrt(sum((x - mean) * (x - mean) for x in rates) / len(rates))
-        ratio = max(times) / statistics.median(times)
         return len(rows), sum(tokens) / sum(times), deviation, ratio

@@ -249,6 +249,22 @@ def test_a_gate_over_fifty_steps_needs_fifty(name):
         name == "step_ratio_below")}).result == "pass"  # fmt: skip
 
 
+def test_a_program_that_reports_no_speed_has_a_step_ratio():
+    """Its last record may lack the figures that its other records have."""
+    silent = attempt(1, range(1, 61), **{**FIGURES, "toks_per_s": None})
+    gate = result(summed(silent), step_ratio_below=1)
+    assert (gate.result, gate.value, gate.why) == ("pass", 1.0, "")
+    for name in ("toks_per_s_50_above", "scaling_above"):
+        assert result(with_files(silent), **{name: 0.5}).result == "unknown"
+    bare_end = attempt(1, range(1, 61), **FIGURES)
+    bare_end.records[-2] |= {"toks_per_s": None, "steps_dt_s": [9.0]}
+    assert result(summed(bare_end), toks_per_s_50_above=8).value == 9.0
+    bare_end.records[-3] |= {"toks_per_s": None}
+    gates = [result(summed(bare_end), **{name: 8}) for name in
+             ("toks_per_s_50_above", "step_ratio_below")]  # fmt: skip
+    assert [(gate.result, gate.value) for gate in gates] == [("unknown", None), ("fail", 9.0)]
+
+
 def long(rate: float, until: int = 140, **figures: float) -> Written:
     """Returns steps of one second: 100 tokens per second up to step 100, then `rate`."""
     written = attempt(1, range(1, until + 1), exit_code=None, **FIGURES | figures)
