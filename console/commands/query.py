@@ -291,7 +291,7 @@ def report(options: argparse.Namespace) -> int:
 
 
 def logs(options: argparse.Namespace) -> int:
-    """Prints the logs of the newest attempt, merged or one of them; --follow prints new lines."""
+    """Prints the logs of one attempt, merged or one of them; --follow prints new lines."""
     from console.sources.logs import LogSource
 
     run = source(options)
@@ -300,6 +300,9 @@ def logs(options: argparse.Namespace) -> int:
         raise NotFoundError(f"{options.run} has no run yet, so it has no logs")
     if run.launch_path is None and not rundir.logs(run.run_path, state.attempt).is_dir():
         raise NotFoundError(f"{state.id} has no logs; a run that was started by hand writes none")
+    if options.attempt:
+        _must_have_attempt(run.run_path, state, options)
+        state = replace(state, attempt=options.attempt)
     if isinstance(options.rank, int) and not options.follow:
         _must_have_rank(run.run_path, state, options.rank)
     pattern = options.grep or regex("")
@@ -321,6 +324,18 @@ def logs(options: argparse.Namespace) -> int:
             time.sleep(LOGS_POLL_S)
             state = run.poll()
             over = status_text.is_over(state, run.is_launch)
+
+
+def _must_have_attempt(run: Path, state: RunState, options: argparse.Namespace) -> None:
+    """Raises NotFoundError for an attempt without logs, and UsageError with `--follow`."""
+    from console.sources.logs import attempts
+
+    if options.follow:
+        raise UsageError("--follow prints the newest attempt; omit --attempt")
+    if options.attempt not in (known := attempts(run)):
+        numbers = ", ".join(status_text.spans(known)) or "none"
+        text = f"{state.id} has no logs of attempt {options.attempt}; attempts with logs: {numbers}"
+        raise NotFoundError(text)
 
 
 def _must_have_rank(run: Path, state: RunState, rank: int) -> None:

@@ -236,12 +236,16 @@ QUERIES: tuple[Command, ...] = (
                "and a-speed.svg"),
     ), "At the end of a launch, the supervisor writes report.md into its directory.\n" + LEGACY,
        "query.report"),
-    Command("logs", "Print the logs of a run, merged or of one rank.",
-            ("logs latest", "logs latest --rank 0 -f", "logs latest --grep 'Error|warn'"), (
+    Command("logs", "Print the logs of the newest attempt of a run, merged or of one rank.", (
+        "logs latest", "logs latest --rank 0 -f", "logs latest --grep 'Error|warn' --attempt 1",
+    ), (
         _run(),
         option("--rank", type=log_name, metavar="R",
                help="print only one log; R is the number of a rank, sup (the supervisor) or "
                "torchrun"),
+        option("--attempt", type=at_least(1, "an attempt; attempts count from 1"), metavar="N",
+               help="print the logs of this attempt (default: the newest); the lines of sup are "
+               "those of all attempts"),
         option("--grep", type=regex, metavar="RE",
                help="print only the lines that match this regular expression"),
         option("-f", "--follow", action="store_true",

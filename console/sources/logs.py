@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from console.model import ALL_SOURCES, LogLine
+from console.sources.process import command
 from console.sources.record_files import rotated_log
 from console.sources.sanitize import clean
 from console.sources.tail import READ_CHUNK_BYTES, Tail
@@ -25,6 +26,23 @@ ORDERED_S = 5.0
 SAME_S = 1.0
 """Longest time between events that are about the same change."""
 _RANK_LOG = re.compile(r"rank(\d+)\.log")
+_ATTEMPT = re.compile(r"attempt([0-9]{1,9})")
+
+
+def attempts(run: Path) -> list[int]:
+    """Returns the numbers of the attempts of a run that have a directory for their logs."""
+    names = rundir.names(run / "logs", run) or []
+    return sorted(int(match[1]) for match in map(_ATTEMPT.fullmatch, names) if match)
+
+
+def before(run: Path, attempt: int) -> list[LogLine]:
+    """Returns a line with the command that prints the earlier logs, if an earlier attempt has any.
+
+    The command prints the logs of the newest earlier attempt.
+    """
+    earlier = [each for each in attempts(run) if each < attempt]
+    text = f"attempt {attempt}; earlier logs: {command('logs', run)} --attempt"
+    return [LogLine(ALL_SOURCES, f"{text} {each}") for each in earlier[-1:]]
 
 
 class Log:

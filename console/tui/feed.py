@@ -225,13 +225,14 @@ class Feed:
     def _poll_logs(self, run: Path | None, state: RunState) -> tuple[tuple[LogLine, ...], bool]:
         if run is None or self.paused:
             return (), False
-        from console.sources.logs import LogSource
+        from console.sources.logs import LogSource, before
 
         held = self._logs
         begins = held is None or (held.run, held.attempt) != (run, state.attempt)
         if held is None or begins:
             held = self._logs = LogSource(run, state.attempt, skips=True)
-        return tuple(held.poll(over=state.state not in LIVE_STATES)), begins
+        first = before(run, state.attempt) if begins else []
+        return (*first, *held.poll(over=state.state not in LIVE_STATES)), begins
 
     def _poll_stacks(self, run: Path | None, state: RunState) -> Mapping[int, Any]:
         """Returns each rank's newest dump, except dumps of former processes; {} if not wanted."""

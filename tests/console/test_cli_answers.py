@@ -282,6 +282,21 @@ def test_logs_print_the_lines_after_many_blank_ones(launch, capsys):
     assert [line[9:] for line in out.splitlines()] == ["begin", "Traceback: the cause"]
 
 
+def test_logs_print_the_newest_attempt_or_the_one_that_was_named(launch, capsys):
+    run = directory.run(launch / "0-first", attempt=4)
+    for attempt, text in ((1, "Traceback: the crash"), (2, "step 2"), (4, "step 4")):
+        log = rundir.rank_log(run, attempt, attempt)
+        log.parent.mkdir(parents=True)
+        log.write_text(text)
+    assert said(capsys, "logs", launch)[1] == "r4       step 4\n"
+    words = ("logs", launch, "--attempt", 1, "--rank", 1)
+    assert said(capsys, *words) == (0, "r1       Traceback: the crash\n", "")
+    code, _, err = said(capsys, "logs", launch, "--attempt", 3)
+    assert (code, "has no logs of attempt 3; attempts with logs: 1-2, 4\n" in err) == (3, True)
+    code, _, err = said(capsys, "logs", launch, "--attempt", 1, "-f")
+    assert (code, "--follow prints the newest attempt; omit --attempt" in err) == (2, True)
+
+
 def test_a_run_that_was_started_by_hand_has_no_logs(tmp_path, capsys):
     code, _, err = said(capsys, "logs", directory.run(tmp_path / "mine"))
     assert (code, "mine has no logs; a run that was started by hand" in err) == (3, True)

@@ -110,7 +110,7 @@ class LogView(Scrolls, View):
         every = self.source == ALL_SOURCES
         self._lines = [entry for entry in held if every or entry[1].source == self.source]
 
-    def _rows(self, _: ScreenData, width: int, height: int) -> list[Row]:
+    def _rows(self, snapshot: ScreenData, width: int, height: int) -> list[Row]:
         self._refresh_lines()
         end = self.end
         start, body = self._body(end, width, height - 1)
@@ -119,7 +119,9 @@ class LogView(Scrolls, View):
         place = f"{start + 1}–{end} of {len(self._lines)}  G: to the end"
         note = "following new lines" if self.bottom is None else place
         found = f"find {self.needle!r}  " if self.needle else ""
-        head = rule(f"log  {names}", width, found + note, focused=self.pane.has_focus)
+        attempt = snapshot.state.attempt if snapshot.state else 1
+        title = f"log of attempt {attempt}" if attempt > 1 else "log"
+        head = rule(f"{title}  {names}", width, found + note, focused=self.pane.has_focus)
         return [head, *(body or [(("no log lines yet", "dim"),)])]
 
     def _body(self, end: int, width: int, height: int) -> tuple[int, list[Row]]:

@@ -68,6 +68,20 @@ async def test_found_and_first_lines_are_shown_among_lines_of_several_rows(tmp_p
         await play(pilot, "slash", *"missing", "enter", "…no earlier line", "G", "…following")
 
 
+@pytest.mark.parametrize("size", SIZES, ids=str)
+async def test_the_logs_of_a_later_attempt_name_it_and_the_logs_before_it(logged, size):
+    log = rundir.rank_log(logged, 2, 0)
+    log.parent.mkdir()
+    log.write_text("a line of attempt 2\n")
+    state = recorded.running(attempt=2)
+    async with driven(app_on(state, run=logged), size) as (app, pilot):
+        await play(pilot, "4", "…a line of attempt 2")
+        assert lines(app)[2].startswith("log of attempt 2  [all]  r0")
+        shown = "".join(" ".join(line.split()) for line in lines(app)[3:])
+        assert f"nsa-console logs {logged} --attempt 1".replace(" ", "") in shown.replace(" ", "")
+        await play(pilot, "right", "…a line of attempt 2", "…[r0]")
+
+
 async def test_an_empty_log_can_be_scrolled():
     async with driven(app_on(recorded.running())) as (_, pilot):
         await play(pilot, "4", "…no log lines yet", "pagedown", "pageup", "g", "G", "down", "up")
