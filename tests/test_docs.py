@@ -19,6 +19,7 @@ from console.diagnose import causes, rules, truth
 from console.plans import catalog, gates, preflight
 from docs import pictures
 from docs.keys import as_markdown
+from tests.console.test_resume import ended
 from trainers import command_line, schema
 from trainers.contract import flags, pulse, rundir
 
@@ -259,6 +260,22 @@ def test_the_runbooks_page_has_every_phase_and_gate_of_the_plans(plan):
     for phase in catalog.load(plan).phases:
         for name in (phase.sweep or phase.name, *phase.gates):
             assert f"`{name}`" in text, name
+
+
+def test_the_guide_names_the_command_that_continues_a_lost_run(tmp_path, capsys):
+    dead = rundir.identity() | {"pid": 1 << 22, "start_ticks": 1}
+    phase = {"name": "sanity", "state": "running", "result": "", "dir": "0-sanity"}
+    launch = ended(tmp_path, state="running", supervisor=dead, phases=[phase])
+    record = {"v": 1, **dead, "state": "running", "attempt": 1, "workers": []}
+    rundir.write_json(launch / "0-sanity" / rundir.SUPERVISOR, record)
+    assert main(["status", str(launch)]) == 5
+    shown = capsys.readouterr().out
+    row = re.search(r"^\| LOST \|.*\|$", (ROOT / "docs/guide.md").read_text(), re.M)
+    assert row
+    for text in ("LOST", "R, or nsa-console adopt, starts a supervisor"):
+        assert text in shown
+    assert "| `R` or `nsa-console adopt latest`" in row[0]
+    assert main(["resume", str(launch), "--dry-run"]) == 4
 
 
 def test_the_words_page_has_every_phase_of_a_rank():
