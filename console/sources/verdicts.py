@@ -15,12 +15,14 @@ from trainers.contract import rundir
 
 MAX_VERDICT_BYTES = 1 << 16
 MAX_LAUNCHES, MAX_RUNS, MAX_PER_RUN = 50, 16, 8
+REPLACED = "replaced by the next verdict"
+"""The `end` of a verdict that another verdict on the same stall follows."""
 _NAME = re.compile(r"([0-9]{1,16})\.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A verdict of another run with the same cause and line of code as the present verdict."""
+    """The verdict on an earlier stall with the same cause and line of code."""
 
     run: str
     verdict: Verdict
@@ -48,22 +50,26 @@ def newest(run: Path) -> Verdict | None:
 
 
 def seen_before(root: Path, run: Path, verdict: Verdict) -> Seen | None:
-    """Returns a verdict of another run in `root` with the same cause and line of code, or None.
+    """Returns the verdict on an earlier stall with the same cause and line of code, or None.
 
-    The search begins with the newest of the last `MAX_LAUNCHES` launches, and reads the last
-    `MAX_RUNS` runs of a launch. A verdict without a line of code has no match.
+    The search begins with the newest of the last `MAX_LAUNCHES` launches in `root`, and reads the
+    last `MAX_RUNS` runs of a launch. A verdict without a line of code has no match. In `run`
+    itself, only the last verdict of a stall that has ended counts.
     """
     for launch in launches.launches(root)[:MAX_LAUNCHES] if verdict.place else ():
         for other in reversed(launches.run_directories(launch)[-MAX_RUNS:]):
-            for found in stored(other) if _is_another(other, run) else ():
-                if (found.cause, found.place) == (verdict.cause, verdict.place):
+            if other.is_symlink():
+                continue
+            unended = ("", REPLACED) if _is_same(other, run) else ()
+            for found in stored(other, until_ts=verdict.ts):
+                same = (found.cause, found.place) == (verdict.cause, verdict.place)
+                if same and 0 <= found.ts < verdict.ts and found.end not in unended:
                     return Seen(f"{launches.launch_id(launch)}/{other.name}", found)
     return None
 
 
-def _is_another(other: Path, run: Path) -> bool:
-    """Returns False if `other` is a link or the directory of `run`, and else True."""
+def _is_same(other: Path, run: Path) -> bool:
     try:
-        return not (other.is_symlink() or other.samefile(run))
+        return other.samefile(run)
     except OSError:  # one of the directories may no longer exist
-        return True
+        return False

@@ -23,7 +23,7 @@ from console.diagnose.verdict import COLLECTING, diagnose
 from console.diagnose.watchdog import STALL, Change, Watchdog
 from console.model import Gpu, Verdict
 from console.plans import gates
-from console.sources import procfs
+from console.sources import procfs, verdicts
 from console.sources.pace import Progress
 from console.sources.reducer import NO_RECORDS, LatestRecords
 from console.status_text import gate_line, rank_names, stop_cost
@@ -278,7 +278,7 @@ class Monitor:
             return
         self._documents += 1
         if before is not None:
-            self._write(before, end="replaced by the next verdict", end_ts=verdict.ts)
+            self._write(before, end=verdicts.REPLACED, end_ts=verdict.ts)
         self._write(verdict)
         self._run.event("verdict", verdict.sentence, "crit", rank=verdict.rank, cause=verdict.cause)
         if verdict.phase != "exit":  # no rank steps any more, so the gates count no stall

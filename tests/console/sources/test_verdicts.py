@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from console.sources import verdicts
 from console.supervisor.offline import diagnosis
 from tests.console.sources import directory
 
-SAME = Verdict(1.0, "", "lock", 1, "log", 5, "high", place="a.py:1")
+SAME = Verdict(9.0, "", "lock", 1, "log", 5, "high", place="a.py:1")
 
 
 def say(run: Path, ts: float, cause: str, **more: Any) -> None:
@@ -37,7 +38,7 @@ def test_a_verdict_from_the_future_is_not_the_newest_one_and_hides_none(tmp_path
 
 
 @pytest.mark.parametrize("ts", [1e20, -1e20])
-def test_an_earlier_verdict_whose_time_is_no_date_is_printed(tmp_path, ts):
+def test_a_verdict_whose_time_is_no_date_is_not_called_earlier(tmp_path, ts):
     launch, now = directory.launch(tmp_path, stamp="20261121-060500"), time.time()
     run = directory.run(
         launch / "0-first",
@@ -48,11 +49,36 @@ def test_an_earlier_verdict_whose_time_is_no_date_is_printed(tmp_path, ts):
     earlier = directory.run(directory.launch(tmp_path, stamp="20261120-060500") / "0-first")
     say(earlier, now - 90, "stopped")
     (path,) = (earlier / "verdicts").iterdir()
-    directory.change(path, ts=ts)
     found = diagnosis(run)
     record = diagnose.as_json(found, tmp_path)
-    assert record["seen_before"]["ts"] == ts
+    assert record["seen_before"]["ts"] == now - 90
     assert any("seen before: " in line for line in diagnose.lines(found, record, tmp_path))
+    directory.change(path, ts=ts)
+    assert diagnose.as_json(found, tmp_path)["seen_before"] is None
+
+
+def test_an_earlier_stall_of_the_same_run_was_seen_before_and_its_present_one_was_not(tmp_path):
+    run = directory.run(directory.launch(tmp_path) / "0-first")
+    say(run, 3.0, "lock", end="the ranks step again")
+    say(run, 4.0, "lock")
+    say(run, 5.0, "lock", end=verdicts.REPLACED)
+    say(run, 9.0, "lock", end="the run has ended: killed")
+    seen = verdicts.seen_before(tmp_path, run, SAME)
+    assert seen is not None
+    assert (seen.run.rpartition("/")[2], seen.verdict.ts) == ("0-first", 3.0)
+    assert verdicts.seen_before(tmp_path, run, replace(SAME, ts=3.0)) is None
+
+
+def test_a_later_stall_of_another_run_was_not_seen_before_and_hides_none(tmp_path):
+    run = directory.run(directory.launch(tmp_path, stamp="20261121-030000") / "0-first")
+    other = directory.run(directory.launch(tmp_path, stamp="20261121-030001") / "0-first")
+    for second in range(verdicts.MAX_PER_RUN):
+        say(other, 10.0 + second, "lock")
+    assert verdicts.seen_before(tmp_path, run, SAME) is None
+    say(other, 8.0, "lock")
+    seen = verdicts.seen_before(tmp_path, run, SAME)
+    assert seen is not None
+    assert seen.verdict.ts == 8.0
 
 
 def test_the_verdict_in_the_document_of_the_supervisor_counts_before_files(tmp_path):
