@@ -22,7 +22,7 @@ from console.commands.output import (
     show_progress,
 )
 from console.commands.table import regex
-from console.model import LIVE_STATES, RESULTS, UNHEALTHY_STATES, RunState
+from console.model import ENDED_EARLY, LIVE_STATES, RESULTS, UNHEALTHY_STATES, RunState
 from console.plans.gate_check import poll_confirmed, so_far
 from console.sources import launches, liveness
 from console.sources.process import command, program
@@ -81,7 +81,7 @@ def resume_lines(state: RunState, root: Path) -> list[str]:
     """Returns the lines on how an ended or unsupervised launch can continue, if any.
 
     If another launch already continues it, the line names this launch. Otherwise each line has a
-    command that resumes an ended launch or accepts a gate.
+    command that resumes an ended launch, starts its phase again or accepts a gate.
     """
     launch, own = state.launch, state.own_phase
     if launch is None or own is None or launch.state not in ("ended", "unsupervised"):
@@ -90,10 +90,12 @@ def resume_lines(state: RunState, root: Path) -> list[str]:
 
     if text := rest_of_launch.continued_words(Path(launch.path), root):
         return [text]
-    if state.can_resume:
-        return [f"to resume, run: {command('resume', launch.path)}"]
-    is_over = launch.state == "ended" and state.state == "completed"
-    gates = [each.name for each in state.gates if each.blocks and is_over]
+    if launch.state == "unsupervised":
+        return []
+    if state.can_resume or state.state in ENDED_EARLY:
+        how = "resume" if state.can_resume else f"start {own.sweep or own.name} again"
+        return [f"to {how}, run: {command('resume', launch.path)}"]
+    gates = [each.name for each in state.gates if each.blocks and state.state == "completed"]
     words = ("override", launch.path, "--phase", own.name, "--reason", "TEXT", "--gate")
     return [f"to accept this result, run: {command(*words, name)}" for name in gates]
 

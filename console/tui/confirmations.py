@@ -178,6 +178,9 @@ def _no_resume(state: RunState, launch: LaunchState) -> str:
     name, own = launch.current or "the run", state.own_phase
     if own is not None and own.index != launch.phase:
         return f"the launch ended in {name}; open the launch with o, and press R"
+    if state.state == "completed":
+        then = f"2 shows them, and {command('override')} accepts one"
+        return f"R cannot resume it: the gates of {name} did not pass; {then}"
     why = f"R cannot resume it: {name} has no usable checkpoint"
     again = f"L starts the whole plan; to start {name} again: {command('resume', launch.path)}"
     return f"{why}; {again if launch.phase else 'L launches a plan'}"

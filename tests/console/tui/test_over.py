@@ -159,17 +159,22 @@ async def test_a_launch_names_the_flags_of_the_shell(tmp_path, monkeypatch):
         assert facts["plan"] == f"{file}: sanity, plumbing, recall", "another may have its name"
 
 
+GATES = "the gates of plumbing did not pass; 2 shows them, and nsa-console override accepts one"
+
+
 @pytest.mark.parametrize(
-    "changed",
-    [{"checkpoint": ""}, {"decided": {}}, {"state": "completed"},
-     {"launch": recorded.launch("unsupervised"), "state": "killed"}],
+    ("changed", "why"),
+    [({"checkpoint": ""}, "plumbing has no usable checkpoint; L starts the whole plan"),
+     ({"decided": {}}, "plumbing has no usable checkpoint; L starts the whole plan"),
+     ({"state": "completed"}, GATES), ({"state": "completed", "checkpoint": ""}, GATES),
+     ({"launch": recorded.launch("unsupervised"), "state": "killed"}, "")],
 )  # fmt: skip
-def test_r_offers_no_resume_that_would_be_rejected_or_begin_again(changed):
+def test_r_offers_no_resume_that_would_be_rejected_or_begin_again(changed, why):
     state = ended(**changed)
     assert not state.can_resume
     assert all("R resume" not in each.hint for each in recorded.noticed(state))
     if state.launch.state == "ended":
-        with pytest.raises(CannotAsk, match="has no usable checkpoint"):
+        with pytest.raises(CannotAsk, match=f"R cannot resume it: {why}"):
             KEYS["adopt"].question(state)
     else:
         assert "new supervisor" in KEYS["adopt"].question(state).title
