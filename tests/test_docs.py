@@ -178,7 +178,7 @@ NAMED = re.compile(rf"\b({'|'.join(KINDS)})s? ((?:`[^`]+`(?:, | and )?)+)")
 def first_cells(page: str, heading: str) -> set[str]:
     """Returns the names in the first cells of the table with this first heading."""
     table = (ROOT / f"docs/{page}.md").read_text().partition(f"\n| {heading} | ")[2]
-    rows = table.partition("\n\n")[0].split("\n")[2:]
+    rows = table.partition("\n\n")[0].rstrip().split("\n")[2:]
     return {name for row in rows for name in re.findall(r"`(.+?)`", row.split("|")[1])}
 
 
@@ -276,6 +276,13 @@ def test_the_guide_names_the_command_that_continues_a_lost_run(tmp_path, capsys)
         assert text in shown
     assert "| `R` or `nsa-console adopt latest`" in row[0]
     assert main(["resume", str(launch), "--dry-run"]) == 4
+
+
+def test_the_guide_has_a_row_for_each_bad_end_of_a_launch():
+    table = (ROOT / "docs/guide.md").read_text().partition("\n| state | ")[2].partition("\n\n")[0]
+    states = " ".join(re.findall(r"^\| (.+?) \|", table, re.M))
+    for name in first_cells("json", "`state`") - {"halted"}:
+        assert name.upper() in states
 
 
 def test_the_words_page_has_every_phase_of_a_rank():

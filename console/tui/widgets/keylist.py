@@ -14,7 +14,7 @@ from console.tui.widgets.picker import Reader
 KEYS_WIDTH = 12
 WORDS = (
     f"The keys {' '.join(KEYS)} are actions: they ask first, and No is the default. "
-    "Leaving never stops a run. Buttons: Tab, then Enter."
+    "Leaving never stops a run, except that of a drill. Buttons: Tab, then Enter."
 )
 
 
