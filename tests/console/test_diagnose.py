@@ -40,13 +40,13 @@ def diagnosed(path: Path, *words: str, root: Path | None = None) -> tuple[int, d
 
 @pytest.fixture(scope="module")
 def stalled(begin: Begin, tmp_path_factory) -> list[Started]:
-    """Two launches under one root that stall at the same line."""
+    """Two launches under one root that stall at the same line; the first has the older verdict."""
     root = tmp_path_factory.mktemp("root") / "artifacts"
     hang = phase("one", "member.py", 100_000, "hang")
     found = [begin(hang, root=root, watch=WATCH, shell=STUB) for _ in range(2)]
     for each in found:
         each.wait(lambda each=each: has_verdict(each.path / "0-one"))
-    return found
+    return sorted(found, key=lambda each: verdicts.newest(each.path / "0-one").ts)
 
 
 def has_verdict(run: Path) -> bool:
