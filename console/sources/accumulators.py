@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from trainers.contract import jsonl
 
 KEPT_PEAKS = 64
 
@@ -74,6 +76,21 @@ class Peak:
         if not early or len(self.found) > KEPT_PEAKS // 2:
             return None
         return self.found[-1][1] - early[-1]
+
+
+@dataclass(slots=True)
+class Overflows:
+    """The numbers of overflows, and of those that lowered the loss scale, in the newest record."""
+
+    count: int = 0
+    lowered: int = 0
+
+    def add(self, record: Mapping[str, Any]) -> bool:
+        """Returns whether overflows followed the record before, and all lowered the loss scale."""
+        before = self.count, self.lowered
+        self.count = jsonl.integer(record, "overflow_steps") or 0
+        self.lowered = jsonl.integer(record, "scale_lowered_steps") or 0
+        return 0 < self.count - before[0] == self.lowered - before[1]
 
 
 def cut(rows: deque[Any], step: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from console.sources.accumulators import Figures, Live, Peak, Step, cut, worst
+from console.sources.accumulators import Figures, Live, Overflows, Peak, Step, cut, worst
 from trainers.contract import jsonl
 
 MAX_ATTEMPTS = 1000
@@ -101,6 +101,7 @@ class AttemptTotals:
     """True if a step before the newest progress record has no record with a loss."""
     bare: bool = False
     """True if the newest progress record has no loss."""
+    overflows: Overflows = field(default_factory=Overflows)
     mono: float = -math.inf
 
     def has(self, number: int, mono: float | None) -> bool:
@@ -312,16 +313,20 @@ class RankTotals:
         self.fetch_max_s = worst(self.fetch_max_s, fetch, max)
         cut(self.live, step)  # an earlier record may have had an absurd, later step
         if not self.rank:
-            self._take_figures(record, step, loss)
+            self._take_figures(record, step, loss, part.overflows.add(record))
         for at in LIVE_STEPS:
             if step >= at and all(row.at != at for row in self.live):
                 self.live.append(Live(step, at, tuple(self.figures().values())))
 
-    def _take_figures(self, record: Record, step: int, loss: float | None) -> None:
-        """Adds the figures that the gates need only of rank 0."""
+    def _take_figures(self, record: Record, step: int, loss: float | None, lowered: bool) -> None:
+        """Adds the figures that the gates need only of rank 0; for `lowered` see `Overflows.add`.
+
+        The norm of an overflow, a step with a finite loss, that lowered the scale is not used.
+        """
         norm = jsonl.number(record, "grad_norm")
         self.norms += norm is not None
-        self.norm_min = worst(self.norm_min, norm, min)
+        if not (lowered and math.isfinite(loss or 0) and not math.isfinite(norm or 0)):
+            self.norm_min = worst(self.norm_min, norm, min)
         entropy = jsonl.number(record, "gate_entropy_mean")
         collapse = jsonl.number(record, "gate_collapse_frac")
         self.gated += None not in (entropy, collapse)

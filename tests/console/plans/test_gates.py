@@ -82,6 +82,22 @@ def test_a_gate_compares_its_value_with_its_bound(found, name, bound, expected):
     assert result(found, **{name: bound}).result == expected
 
 
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([(1.0, "nan", 1, 1), (1.0, 0.5, 1, 1)], "pass"),
+        ([(1.0, 0.5, 1, 1), (1.0, "nan", 3, 3)], "pass"),
+        ([(1.0, 0.5, 0, 0), (1.0, "nan", 1, 0)], "fail"),
+        ([(1.0, 0.5, 1, 1), (1.0, "nan", 1, 1)], "fail"),
+        ([(1.0, 0.5, 0, 0), ("nan", "nan", 1, 1)], "fail"),
+    ],
+)
+def test_the_norm_of_an_overflow_that_only_lowered_the_loss_scale_does_not_count(rows, expected):
+    names = ("loss", "grad_norm", "overflow_steps", "scale_lowered_steps")
+    gate = result(summary(*(dict(zip(names, row, strict=True)) for row in rows)), grad_norm_above=0)
+    assert (gate.result, gate.value == 0.5) == (expected, expected == "pass")
+
+
 def test_one_failed_gate_fails_the_phase_and_one_unknown_leaves_it_open():
     done = summary({"loss": 1.0})
     assert overall(evaluate(done, {"steps_done": 1, "loss_finite": True})) == "pass"
