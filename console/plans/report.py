@@ -26,6 +26,7 @@ from console.sources.rank_totals import FIGURES, LAST_STEPS
 from console.sources.record_files import read_end
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
+from console.sources.series import Point, bins
 from console.status_text import age, clock, counted, number
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import ContractError
@@ -35,7 +36,7 @@ MARKS = re.compile(r"[\\|`*\[\]!#]")
 HOUR_S, EVENT_BYTES = 3600.0, 1 << 20
 CHARTS = (("loss", "loss"), ("toks_per_s", "speed"))
 """The series of each chart, and the word in its file name."""
-WIDTH, HEIGHT, MARGIN, MOST_POINTS = 720, 240, 56, 1000
+WIDTH, HEIGHT, MARGIN = 720, 240, 56
 FILES = (
     "run.json", "env.json", "metrics.json", "gates.json", "training.csv", "heartbeat_rank0.jsonl",
     "k_stats", "fallback_counters", "dtypes_report", "opt_state", "git_sha.txt", "collect_env.txt",
@@ -365,21 +366,21 @@ def _charts(phases: Sequence[Phase], stem: str) -> dict[str, str]:
     return {name: text for name, text in drawn.items() if text}
 
 
-def svg(title: str, unit: str, points: Sequence[tuple[float, float]]) -> str:
-    """Returns a line chart of points (unix s, value), or "" for fewer than two finite points.
+def svg(title: str, unit: str, points: Sequence[Point]) -> str:
+    """Returns a line chart of points, or "" for fewer than two finite points.
 
-    The points must be in order of time.
+    The points must be in order of time. The line joins the extremes of each column of one unit.
     """
     known = [(at, value) for at, value in points if math.isfinite(at) and math.isfinite(value)]
-    known = known[:: max(1, math.ceil(len(known) / MOST_POINTS))]
     if len(known) < 2:
         return ""
     begin, end = known[0][0], known[-1][0]
     low, high = min(v for _, v in known), max(v for _, v in known)
-    across, up = max(end - begin, 1e-9), max(high - low, 1e-9)
+    across, up = max(end - begin, 1e-3), max(high - low, 1e-9)
     inner, tall = WIDTH - 2 * MARGIN, HEIGHT - 2 * MARGIN
-    places = ((inner * (at - begin) / across, tall * (v - low) / up) for at, v in known)
-    line = " ".join(f"{MARGIN + x:.1f},{HEIGHT - MARGIN - y:.1f}" for x, y in places)
+    bands = bins(known, begin, across * (inner + 1) / inner, inner + 1)
+    places = ((x, tall * (v - low) / up) for x, band in enumerate(bands) for v in band or ())
+    line = " ".join(f"{MARGIN + x},{HEIGHT - MARGIN - y:.1f}" for x, y in places)
     labels = (
         (MARGIN, MARGIN / 2, "start", f"{title} ({unit})" if unit else title),
         (MARGIN - 6, MARGIN + 4, "end", number(high)),

@@ -24,12 +24,16 @@ STEP_WINDOW, PACE_WINDOW, PAUSE = 200, 64, 5
 AHEAD_S = 60.0
 LATEST_S = 1 << 40
 """`Series.add` ignores records from this time (unix s) on: such a time cannot be right."""
-Points = tuple[tuple[float, float], ...]
-"""Points of one quantity, oldest first: (unix s, value)."""
+Point = tuple[float, float]
+"""A time (unix s) and a value."""
+Points = tuple[Point, ...]
+"""Points of one quantity, oldest first."""
 Values = tuple[float, Mapping[str, float]]
 """The time (unix s) and the values of one record."""
 Band = tuple[float, float]
 """The smallest and the largest value."""
+Bin = Band | None
+"""The band of one column of a chart, or None for a column without a point."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,3 +293,25 @@ def mean_step_s(durations: Sequence[float]) -> float | None:
     """Returns the mean of the valid step durations, or None if there is none."""
     valid = _valid_durations(durations)
     return sum(valid) / len(valid) if valid else None
+
+
+def bins(
+    points: Sequence[Point], start: float, span: float, count: int, first: int = 0
+) -> tuple[Bin, ...]:  # fmt: skip
+    """Returns the smallest and largest value of each column, from the column `first` on.
+
+    The points must be in order of time.
+    """
+    edges = start + first * span / count, start + span
+    begin, end = (bisect_left(points, (edge, -math.inf)) for edge in edges)
+    ats, values = zip(*points[begin:end], strict=True) if begin < end else ((), ())
+    found: list[Bin] = [None] * (count - first)
+    begin, column = 0, first
+    while begin < len(ats):
+        column += 1
+        after = start + column * span / count
+        stop = bisect_left(ats, after, begin) if column < count else len(ats)
+        if part := values[begin:stop]:
+            found[column - 1 - first] = min(part), max(part)
+        begin = stop
+    return tuple(found)

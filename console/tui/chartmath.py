@@ -7,16 +7,14 @@ left to right, and moves only when it is full. So most samples change only a few
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Literal
 
+from console.sources.series import Bin, Point, bins
+
 Mode = Literal["braille", "block"]
-Point = tuple[float, float]
-Bin = tuple[float, float] | None
-"""Smallest and largest value of one column, or None for a column without a point."""
 SPANS_S = (60, 120, 300, 600, 1800, 7200, 43200)
 AUTO_MAX_S = 600
 LEAST_SPAN = 0.02
@@ -45,28 +43,6 @@ def window(first: float, now: float, span_s: int = 0) -> tuple[float, int]:
 def window_start(first: float, now: float, span: float) -> float:
     """Returns the start of the window: `first`, moved by quarters of `span` to show `now`."""
     return first + math.ceil((now - first - span) / (span / 4)) * (span / 4)
-
-
-def bins(
-    points: Sequence[Point], start: float, span: float, count: int, first: int = 0
-) -> tuple[Bin, ...]:  # fmt: skip
-    """Returns the smallest and largest value of each column, from the column `first` on.
-
-    The points must be in order of time.
-    """
-    edges = start + first * span / count, start + span
-    begin, end = (bisect_left(points, (edge, -math.inf)) for edge in edges)
-    ats, values = zip(*points[begin:end], strict=True) if begin < end else ((), ())
-    found: list[Bin] = [None] * (count - first)
-    begin, column = 0, first
-    while begin < len(ats):
-        column += 1
-        after = start + column * span / count
-        stop = bisect_left(ats, after, begin) if column < count else len(ats)
-        if part := values[begin:stop]:
-            found[column - 1 - first] = min(part), max(part)
-        begin = stop
-    return tuple(found)
 
 
 def merge(several: Sequence[Sequence[Bin]]) -> Sequence[Bin]:

@@ -11,6 +11,7 @@ import pytest
 
 from console.plans import report
 from console.sources.rank_totals import FIGURES
+from console.sources.series import Series
 from tests.console.sources import directory
 from tests.console.sources.written_runs import HOSTILE as DOCUMENTS
 from tests.console.sources.written_runs import places, put
@@ -143,6 +144,26 @@ def test_text_from_the_run_directory_stays_text(launch, capsys):
     hostile = report.svg("<script>", "&", [(0.0, 1.0), (1.0, float("nan")), (2.0, 1e300)])
     assert "<script" not in hostile
     ET.fromstring(hostile)
+
+
+@pytest.mark.parametrize("records", [20, 1500, 6000, 20_000])
+def test_a_chart_of_a_report_has_every_extreme_and_no_jump_where_the_bands_end(records):
+    """Older steps have bands. A spike stays visible, and both parts have the same mean."""
+    series, rng = Series(), random.Random(4)
+    for second in range(records):
+        loss = 11.0 if second == records // 3 else 2.0 + rng.uniform(-0.3, 0.3)
+        series.add("heartbeat_rank0.jsonl", 1.7e9 + second, {"loss": loss})
+    chart = ET.fromstring(report.svg("loss", "nats", series.points("loss")))
+    labels = [each.text for each in chart.iter("{http://www.w3.org/2000/svg}text")]
+    assert labels[1] == "11", labels
+    (line,) = chart.iter("{http://www.w3.org/2000/svg}polyline")
+    drawn = [tuple(map(float, place.split(","))) for place in line.attrib["points"].split()]
+    assert [x for x, _ in drawn] == sorted(x for x, _ in drawn)
+    assert (drawn[0][0], drawn[-1][0]) == (report.MARGIN, report.WIDTH - report.MARGIN)
+    assert min(y for _, y in drawn) == report.MARGIN
+    raw = drawn[-1][0] - (drawn[-1][0] - drawn[0][0]) * min(0.5, 600 / records)
+    old, new = ([y for x, y in drawn if (x >= raw) == is_new and y > 120] for is_new in (0, 1))
+    assert abs(sum(old) / len(old) - sum(new) / len(new)) < 1, "a pixel"
 
 
 def test_a_failed_gate_of_a_late_phase_is_in_the_report(launch):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
-from console.sources.series import Points
+from console.sources.series import Bin, Point, Points
 from console.status_text import clock
 from console.tui import chartmath
 from console.tui import format as fmt
-from console.tui.chartmath import Bin, Curves, Mode, Point
+from console.tui.chartmath import Curves, Mode
 from console.tui.charts import LOWEST_LAYER, Chart
 from console.tui.feed import ScreenData
 from console.tui.rows import Row, columns, fill, rule

@@ -7,6 +7,7 @@ import math
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from console.sources.series import bins
 from console.tui import chartmath
 from console.tui.rows import text_of, width_of
 from console.tui.widgets.chart import Chart, chart_rows, part_rows
@@ -29,7 +30,7 @@ def test_the_window_holds_now_and_is_at_least_three_quarters_full_once_it_jumped
 @example([(600.0, 0.0)], 55)
 def test_bins_hold_every_point_and_nothing_else(points, count):
     points.sort()
-    held = chartmath.bins(points, 0.0, 600.0, count)
+    held = bins(points, 0.0, 600.0, count)
     assert len(held) == count
     shown = [v for at, v in points if at < 600.0]
     known = [b for b in held if b is not None]
@@ -54,12 +55,12 @@ def test_curves_that_grow_are_those_of_all_points(points, count, is_band, data):
     for first, end in [*((begin, end) for end in ends), (0, len(points))]:
         held = [points[first:end], points[first : first + (end - first + 1) // 2]]
         held = held[: data.draw(st.integers(1, 2))]  # the second series is shorter or missing
-        whole = [chartmath.bins(each, 0.0, 600.0, count) for each in held]
+        whole = [bins(each, 0.0, 600.0, count) for each in held]
         expected = [tuple(chartmath.merge(whole))] if is_band else whole
         assert list(curves.of(("x", "y"), held, is_band, 0.0, 600.0, count)) == expected
     other = [(points[0][0], 7.0), *points[1:]]
     renamed = curves.of(("z",), [other], is_band, 0.0, 600.0, count)
-    assert renamed == (chartmath.bins(other, 0.0, 600.0, count),)
+    assert renamed == (bins(other, 0.0, 600.0, count),)
 
 
 @given(st.lists(st.one_of(st.none(), st.tuples(sane, sane)), max_size=50), st.booleans())
@@ -134,7 +135,7 @@ def test_an_older_point_that_is_read_later_is_drawn_also_among_equal_points():
     curves, newest = chartmath.Curves(), [(21.0, 0.0)] * 3
     for held in (newest[1:], [(0.0, 0.0), *newest]):
         found = curves.of(("x",), [held], False, 0.0, 600.0, 58)
-        assert found == (chartmath.bins(held, 0.0, 600.0, 58),)
+        assert found == (bins(held, 0.0, 600.0, 58),)
 
 
 def test_a_stall_stays_a_gap_and_rare_samples_are_joined():
