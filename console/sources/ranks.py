@@ -11,12 +11,10 @@ from typing import Any
 from console.model import Gpu, Pulse, Rank
 from console.sources import json_documents, liveness
 from console.sources.record_files import MAX_RANKS
-from console.sources.run_records import RunRecords
+from console.sources.run_records import FRESH_SAMPLE_S, RunRecords
 from trainers.contract import jsonl, pulse, rundir
 from trainers.contract.flags import DEVICES
 
-FRESH_SAMPLE_S = 5.0
-"""A sample older than this does not show the present use of a process."""
 BY_UUID = ("GPU-", "MIG-")
 NO_DEVICES = "-1"
 """The usual CUDA_VISIBLE_DEVICES with which CUDA sees no GPU."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,6 +22,8 @@ MAX_TAIL_BYTES = 64 * RECENT_BYTES
 """If more bytes of heartbeat records follow a snapshot, `recent` ignores the snapshot."""
 SHORT_BYTES = 4 << 20
 """The largest size of a short run (`_is_short`), whose charts use every record."""
+FRESH_SAMPLE_S = 5.0
+"""A sample older than this does not show the present use of a process or GPU."""
 Reads = Literal["all", "recent", "charts", "end"]
 """The records to read.
 
@@ -61,6 +63,7 @@ class RunRecords:
         self.samples: Mapping[str, dict[str, Any]] = {}
         """The newest samples by host, without those of an earlier attempt."""
         self.gpus: tuple[Gpu, ...] = ()
+        """The GPUs in `samples`; those in an old sample have no present values."""
 
     @property
     def summary(self) -> Summary:
@@ -86,7 +89,7 @@ class RunRecords:
         self.heads = self.reducer.heads(self.attempt)
         self.samples = self.reducer.samples(self.attempt)
         each = self.samples.values()
-        self.gpus = tuple(gpu for sample in each for gpu in json_documents.gpus(sample))
+        self.gpus = tuple(gpu for sample in each for gpu in _gpus(sample))
 
     def alerts(self, status: Mapping[str, Any], more: Sequence[Alert]) -> tuple[Alert, ...]:
         """Returns the open alerts of the run and those in `more`, the worst first.
@@ -128,6 +131,14 @@ class RunRecords:
             at = max((figure.at for figure in found.values()), default=0.0)
             found["stalls"] = Figure(float(events.stalls), "", "all attempts", at)
         return found
+
+
+def _gpus(sample: Mapping[str, Any]) -> Iterator[Gpu]:
+    sampled_s = liveness.age(jsonl.number(sample, "ts"))
+    is_fresh = sampled_s is not None and sampled_s <= FRESH_SAMPLE_S
+    none = dict.fromkeys(("util_pct", "power_w", "mem_used_mib", "temp_c", "sm_mhz"))
+    for gpu in json_documents.gpus(sample):
+        yield gpu if is_fresh else replace(gpu, **none)
 
 
 def _is_short(run: Path) -> bool:

@@ -84,3 +84,18 @@ def test_each_rank_shows_its_own_gpu(launch, run, device, devices, shown):
     assert ("GPU" in lines[0]) == (device == "cuda")
     head = "".join(text for text, _ in rank_rows(state, 80, 9)[0])
     assert ("cpu" in head.split()) == (device == "cpu")
+
+
+@pytest.mark.parametrize(("old_s", "state"), [(1, "running"), (30, "running"), (30, "lost")])
+def test_an_old_sample_shows_no_present_value_of_a_gpu(launch, run, old_s, state):
+    """After the death of the supervisor the ranks train on, but nothing measures their GPUs."""
+    gpus = [asdict(gpu) | {"temp_c": 84.0, "sm_mhz": 1980.0, "xid_count": 1} for gpu in FOUR]
+    directory.change(run / rundir.RUN, **run_json("cuda"))
+    directory.change(run / rundir.SUPERVISOR, state=state)
+    directory.sample(run, ts=time.time() - old_s, gpus=gpus, ranks=[{"rank": 0}])
+    state = RunSource(launch).poll()
+    for gpu in (state.gpus[0], state.ranks[0].gpu):
+        assert gpu is not None
+        present = gpu.mem_used_mib, gpu.temp_c, gpu.sm_mhz, gpu.util_pct, gpu.power_w
+        assert present == ((70_000.0, 84.0, 1980.0, 98.0, 512.0) if old_s == 1 else (None,) * 5)
+        assert (gpu.state, gpu.mem_total_mib, gpu.xid_count) == ("ok", 143_000.0, 1)
