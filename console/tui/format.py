@@ -57,7 +57,7 @@ def figure(value: float, unit: str) -> str:
     if unit == "tokens":
         return short(value)
     if unit == "share":
-        return f"{value * 100:.1f} %" if value < 0.9995 else "100 %"
+        return "100 %" if 0.9995 <= value <= 1 else f"{value * 100:.1f} %"
     if unit == "%":
         return f"{value:.0f} %"
     if unit in ("MiB", "GiB"):

@@ -71,6 +71,15 @@ def test_short_numbers(value, text):
     assert fmt.short(value) == text
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.077, "7.7 %"), (0.9994, "99.9 %"), (0.9995, "100 %"), (1.0, "100 %"), (1.59, "159.0 %")],
+)
+def test_a_share_above_one_is_not_shown_as_one(value, text):
+    """The MFU by the usual count may be above 1 for long sequences."""
+    assert fmt.figure(value, "share") == text
+
+
 @given(st.floats(0, 1e4), st.sampled_from(["", "GiB", "s"]))
 @example(7.5e-4, "GiB")
 @example(7.5e-11, "")
