@@ -37,7 +37,7 @@ class Chart:
     With more than `BANDED` GPUs or ranks, the numbers of the shown ones follow.
     """
     is_over: bool = False
-    """True for a chart of ranks or GPUs after the end of the run: it has no present value."""
+    """True after the end of the run: a chart of ranks or GPUs then has no present value."""
 
     @property
     def unit_word(self) -> str:
@@ -67,6 +67,7 @@ CATALOG = (
 
 def _of_run(chart: Chart, state: RunState, recorded: Collection[str]) -> Chart:
     """Returns a chart with the series and the unit that it has in this run."""
+    chart = replace(chart, is_over=state.state not in LIVE_STATES)
     if chart.title == ENTROPY:
         count = sum(name.startswith(LAYER) for name in recorded)
         return replace(chart, parts=tuple(f"{LAYER}{index}" for index in range(count)))
@@ -81,8 +82,7 @@ def _of_run(chart: Chart, state: RunState, recorded: Collection[str]) -> Chart:
     names = tuple(f"{series}:{number}" for number in numbers[:BANDED])
     if len(numbers) > BANDED:
         measures += f" {'' if state.gpus else 'r'}{numbers[0]}–{numbers[BANDED - 1]}"
-    is_over = state.state not in LIVE_STATES
-    return replace(chart, names=names, each=each, parts=names, measures=measures, is_over=is_over)
+    return replace(chart, names=names, each=each, parts=names, measures=measures)
 
 
 def of_run(state: RunState, recorded: Collection[str], choice: Sequence[str]) -> list[Chart]:

@@ -88,16 +88,16 @@ def _note(chart: Chart, series: Mapping[str, Points], width: int, most: int) -> 
     """Returns the newest value, or for several series the range of the newest values.
 
     For layers, returns the mean and the lowest mean of a layer; the number of this layer is left
-    out if the text would have more than `most` characters. For a chart that `is_over`, returns "–"
-    as the value. If the newest value is old, its age comes first.
+    out if the text would have more than `most` characters. For a chart of ranks or GPUs that
+    `is_over`, returns "–" as the value. If the newest value is old, its age comes first.
     """
     old, wide = _old(chart, series), width >= WIDE
-    now = old or "now " * wide
+    now = old or ("last " if chart.is_over else "now ") * wide
     newest = {name: points[-1][1] for name, points in series.items() if points}
     values = [newest[name] / chart.scale for name in chart.names if name in newest]
     low, high = (scale_label(each(values), chart.unit) for each in (min, max))
-    if chart.is_over:
-        return f"{now}–"
+    if chart.is_over and chart.measures:
+        return f"{old}–"
     if len(values) == 1:
         return now + high
     if chart.each == "layer" and LOWEST_LAYER in newest:

@@ -46,13 +46,21 @@ def test_nothing_of_a_run_that_ended_counts_on(state, with_gpu):
         assert measured not in whole, whole
 
 
-@pytest.mark.parametrize(("state", "now"), [("running", "now 1.2G each"), ("completed", "now –")])
+@pytest.mark.parametrize(("state", "now"), [("running", "─ now 1.2G each"), ("completed", "─ –")])
 def test_the_memory_of_ranks_that_have_ended_is_not_their_last_or_none(state, now):
     run = recorded.running(2, False, state=state)
     chart = next(c for c in charts.of_run(run, (), [charts.MEMORY]))
     series = dict.fromkeys(chart.names, ((NOW - 9, 1240.0), (NOW, 1240.0)))
     (title, *_) = texts(chart_rows(chart, series, (NOW - 60, 60), 60, 6, "braille"))
     assert now in title, title
+
+
+@pytest.mark.parametrize(("state", "note"), [("running", "─ now 2.30"), ("halted", "─ last 2.30")])
+def test_the_newest_value_of_a_run_that_ended_is_its_last(state, note):
+    series = {"loss": ((NOW - 9, 2.5), (NOW, 2.3))}
+    (chart,) = charts.of_run(recorded.running(state=state), series, ["loss"])
+    title = text_of(chart_rows(chart, series, (NOW - 60, 60), 60, 6, "braille")[0])
+    assert title.endswith(note), title
 
 
 def test_of_a_lost_run_the_end_is_not_known():
