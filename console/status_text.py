@@ -104,14 +104,14 @@ def rank_names(ranks: Iterable[int], one: str = "", many: str = "") -> str:
 def number(value: float | None, digits: int = 4) -> str:
     """Returns a number as text, or "-" for None.
 
-    Numbers from 1e15 on, and fractions below 10,000, have at most `digits` significant digits.
-    Other finite numbers have no decimals, and a separator for thousands.
+    Numbers from 1e15 on, and fractions below 10 ** `digits`, have at most `digits` significant
+    digits. Other finite numbers have no decimals, and a separator for thousands.
     """
     if value is None:
         return "-"
     if not math.isfinite(value):
         return str(value)
-    if 10_000 <= abs(value) < 1e15 or (value == int(value) and abs(value) < 1e6):
+    if 10**digits - 0.5 <= abs(value) < 1e15 or (value == int(value) and abs(value) < 1e6):
         return f"{value:,.0f}"
     return f"{value:.{digits}g}"
 

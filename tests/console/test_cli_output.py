@@ -18,7 +18,7 @@ from console.commands import query
 from console.commands.output import Changes, OutputError
 from console.model import Alert, Figure, RunState
 from console.sources.run import RunSource
-from console.status_text import quoted, status_lines
+from console.status_text import number, quoted, status_lines
 from tests.console.sources import directory
 from tests.console.test_actions import MEMBER
 from tests.console.test_cli import ROOT
@@ -310,3 +310,12 @@ def test_a_request_into_a_frozen_directory_is_given_up_in_time(frozen):
     thaw()
     assert done.returncode == 5
     assert "does not answer within 1 s: delivery of halt unknown" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [(2923.4, 3, "2,923"), (999.5, 3, "1,000"), (27.78, 3, "27.8"), (9999.7, 4, "10,000"),
+     (9999.2, 4, "9999"), (0.000123456, 4, "0.0001235"), (2e15, 4, "2e+15")],
+)  # fmt: skip
+def test_only_tiny_or_huge_numbers_have_an_exponent(value, digits, text):
+    assert number(value, digits) == text
