@@ -139,9 +139,10 @@ def environment(pid: int, proc: str = "/proc") -> dict[str, str]:
     if now is None or now.state != "D":
         read()
     elif pid not in _reads or not _reads[pid].is_alive():
-        _reads[pid] = threading.Thread(target=read, name="environment", daemon=True)
-        _reads[pid].start()
-        _reads[pid].join(UNREAD_AFTER_S)
+        # Another thread of this process may read the same pid, so `_reads` may change meanwhile.
+        reader = _reads[pid] = threading.Thread(target=read, name="environment", daemon=True)
+        reader.start()
+        reader.join(UNREAD_AFTER_S)
     pairs = (os.fsdecode(entry).partition("=") for data in found for entry in data.split(b"\0"))
     return {name: value for name, equals, value in pairs if equals}
 

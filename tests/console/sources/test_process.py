@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,17 @@ def test_nobody_waits_for_an_environment_behind_the_lock_of_a_process_in_state_d
     (folder / "environ").unlink()
     (folder / "environ").write_bytes(b"RANK=1\0LOCAL_RANK=0\0")
     assert process.environment(pid, str(tmp_path)) == {"RANK": "1", "LOCAL_RANK": "0"}
+
+
+def test_several_threads_read_the_environment_of_one_process_in_state_d(tmp_path):
+    pid = 2**22 - 7
+    folder = tmp_path / str(pid)
+    folder.mkdir()
+    (folder / "stat").write_text(f"{pid} (rank) D {' 0' * 52}")
+    (folder / "environ").write_bytes(b"RANK=1\0")
+    with ThreadPoolExecutor(8) as pool:
+        found = [pool.submit(process.environment, pid, str(tmp_path)) for _ in range(2000)]
+    assert all(each.result() in ({}, {"RANK": "1"}) for each in found)
 
 
 def test_a_handler_of_a_signal_is_seen(busy):
