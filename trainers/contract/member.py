@@ -351,5 +351,10 @@ def open_run(run: Path | None = None) -> tuple[Path, dict[str, str]]:
 
 
 def join(run: Path | None = None) -> Joined:
-    """Joins the run that the environment names, or `run`. Call `join` once, in the main thread."""
-    return Joined(*open_run(run))
+    """Joins the run that the environment names, or `run`. Call `join` once, in the main thread.
+
+    Raises RefusedError if another process, for example the parent of this one, is the same rank.
+    """
+    run, variables = open_run(run)
+    rundir.lock_rank(run, environ.integer(variables, "RANK", 0))
+    return Joined(run, variables)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainers.contract.programs import beats, environment
-from trainers.contract import heartbeat
+from trainers.contract import heartbeat, rundir
 
 START = """
 import multiprocessing, os, signal, sys, threading, time
@@ -106,3 +106,33 @@ while not rundir.live_stack(live, 0).stat().st_size and time.monotonic() < deadl
     assert Path(tmp_path / "phase").read_text() == "step"
     assert (live / "stack_rank0.txt").stat().st_size
     assert [record["msg"] for record in beats(tmp_path)].count("exit") == 1
+
+
+SPAWNS = """
+import multiprocessing, time
+from trainers.contract.member import join
+run = join()
+if __name__ == "__main__":
+    spawn = multiprocessing.get_context("spawn")
+    child = spawn.Process(target=time.sleep, args=(600,), daemon=True)
+    child.start()
+    child.join()
+"""
+
+
+def test_a_spawned_process_cannot_join_as_its_parent(tmp_path):
+    """It imports the main file. A second member would disturb the records and ignore SIGTERM."""
+    program = tmp_path / "program.py"
+    program.write_text(SPAWNS)
+    process = subprocess.Popen(
+        [sys.executable, program], env=environment(tmp_path), start_new_session=True
+    )
+    try:
+        assert process.wait(60) == 0
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    log = rundir.rank_log(tmp_path, 1, 0).read_text()
+    assert f"RefusedError: a training in {tmp_path} is alive (rank 0)" in log
+    assert [record["msg"] for record in beats(tmp_path)] == ["boot", "exit"]
