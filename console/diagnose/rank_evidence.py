@@ -103,7 +103,10 @@ def with_records(
     # A recorded first step more than one step ahead of the pulse is wrong. Until a step is
     # recorded, the present step is the first one: a foreign program does not record a resume.
     first_step = head.first_step if head.first_step <= rank.step + 1 else FIRST_STEP
-    ahead = head.progress is not None and head.progress["step"] > rank.step and not lagging
+    progress = head.progress or {"step": 0}
+    # Steps may begin anew in each epoch. A record is not ahead if the pulse shows its number.
+    is_known = 0 < (jsonl.integer(progress, "n") or 0) <= rank.records
+    ahead = progress["step"] > rank.step and not is_known and not lagging
     return replace(
         rank, p99_s=head.pace.p99_s(rank.phase),
         first_step=first_step if head.step else rank.step,

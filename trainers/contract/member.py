@@ -213,8 +213,9 @@ class HaltBoard:
     The file has two numbers. The first is 1 if a rank has requested a halt, else 0. The second is
     the step to halt at, or 0. To halt, rank 0 writes `step + 1` before it enters the collective of
     `step`. No rank can begin `step + 1` before that collective ends, so all ranks see the number in
-    time. At its start, rank 0 clears both numbers, because an earlier program may have set them.
-    This loses no request, because ranks repeat their requests at each step.
+    time. If the steps then begin anew, as in a new epoch, rank 0 replaces the number, which is now
+    too high. At its start, rank 0 clears both numbers, because an earlier program may have set
+    them. This loses no request, because ranks repeat their requests at each step.
     """
 
     def __init__(self, directory: Path, attempt: int, rank: int):
@@ -228,7 +229,7 @@ class HaltBoard:
         requested, halt_at = _BOARD.unpack_from(self._memory)
         if halt and not requested:
             struct.pack_into("<q", self._memory, 0, 1)
-        if self._is_first and not halt_at and (halt or requested):
+        if self._is_first and (halt or requested) and not 0 < halt_at <= step + 1:
             halt_at = step + 1
             struct.pack_into("<q", self._memory, 8, halt_at)
         return 0 < halt_at <= step

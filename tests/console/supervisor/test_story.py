@@ -193,3 +193,15 @@ def test_records_ahead_of_a_pulse_are_a_doubt_but_not_where_it_was_sampled_befor
     assert at(told, 7).doubt == "ahead"
     sampled = with_records(RankEvidence(0, 1, "S", 7, "forward", 1.0), told.heads[0], lagging=True)
     assert not sampled.doubt
+
+
+def test_steps_that_begin_anew_are_not_ahead_of_a_pulse_that_shows_the_newest_record():
+    told = Recorded()
+    told.take(record(100, n=101))
+    doubts = {
+        records: with_records(
+            RankEvidence(0, 1, "S", 1, "step", 1.0, records=records), told.heads[0]
+        ).doubt
+        for records in (100, 101, 102)
+    }
+    assert doubts == {100: "ahead", 101: "", 102: ""}

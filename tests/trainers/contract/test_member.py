@@ -208,6 +208,22 @@ def test_ranks_that_meet_every_step_agree_on_the_step_to_halt_at(tmp_path):
             assert stopped[0] == stopped[1] <= 6
 
 
+@pytest.mark.parametrize("lead", [0, 1])
+@pytest.mark.parametrize("wisher", [0, 1])
+@pytest.mark.parametrize("since", [1, 2, 3])
+def test_steps_that_begin_anew_in_each_epoch_halt_all_ranks_at_one_step(
+    tmp_path, since, wisher, lead
+):
+    boards = [HaltBoard(tmp_path, 1, 0), HaltBoard(tmp_path, 1, 1)]
+    stopped: dict[int, int] = {}
+    for turn, step in enumerate([1, 2, 3] * 3):
+        for rank in (lead, 1 - lead):
+            wishes = rank == wisher and turn + 1 >= since
+            if rank not in stopped and boards[rank].decide(step, wishes):
+                stopped[rank] = turn
+    assert stopped[0] == stopped[1] <= since + 2
+
+
 def test_a_decision_of_an_earlier_program_halts_nobody(tmp_path):
     before = HaltBoard(tmp_path, 1, 0)
     assert [before.decide(step, halt=True) for step in (9, 10)] == [False, True]
