@@ -23,6 +23,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
+import operator
 import os
 import signal
 import struct
@@ -260,8 +261,9 @@ class Joined(Member):
 
         `figures` belong to the previous step. Steps with a non-finite `loss` are counted until a
         step has no loss, or one that is no plain number. A figure cannot replace a field of the
-        contract.
+        contract. Raises TypeError if `step` is not a whole number.
         """
+        step = operator.index(step)
         self.end_step(**figures)
         if self._board.decide(step, bool(self.halt_reason)):
             self._reason = self.halt_reason or "agreed"

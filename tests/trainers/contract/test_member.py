@@ -16,7 +16,7 @@ import pytest
 from tests.launches import wait_for
 from tests.mounts import tmpfs
 from tests.trainers.contract.programs import beats, environment
-from trainers.contract import dumps, environ, pulse, rundir
+from trainers.contract import dumps, environ, heartbeat, pulse, rundir
 from trainers.contract.member import HaltBoard, Member
 from trainers.contract.recorder import Recorder
 
@@ -229,6 +229,36 @@ def test_a_decision_of_an_earlier_program_halts_nobody(tmp_path):
     assert [before.decide(step, halt=True) for step in (9, 10)] == [False, True]
     after = HaltBoard(tmp_path, 1, 0)
     assert not any(after.decide(step, halt=False) for step in range(1, 12))
+
+
+COUNTS = """
+from trainers.contract.member import join
+class Counter:
+    value = 1
+    def __index__(self):
+        return self.value
+    def __float__(self):
+        return float(self.value)
+run, counter = join(), Counter()
+run.step(counter)
+counter.value = 2
+run.step(counter)
+run.end_step()
+run.step(3.0)
+"""
+
+
+def test_a_step_may_be_any_whole_number_also_one_that_changes_in_place_but_no_float(tmp_path):
+    """The integers of numpy and torch are such objects."""
+    subprocess.run(
+        [sys.executable, "-c", COUNTS], env=environment(tmp_path), timeout=150, check=False
+    )
+    records = beats(tmp_path)
+    assert [each["step"] for each in records if each["msg"] == "progress"] == [1, 2]
+    assert all(heartbeat.accept(each) for each in records)
+    last = records[-1]
+    assert (last["msg"], last["step"]) == ("exit", 2)
+    assert last["reason"] == "TypeError: 'float' object cannot be interpreted as an integer"
 
 
 PHASES = """
