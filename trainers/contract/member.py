@@ -88,6 +88,8 @@ class Member:
         self._numbering = threading.Lock()
         """Held while a record is numbered and queued, so that the numbers in the queue ascend."""
         self.halt_reason = ""
+        self._former: dict[int, Any] = {}
+        """The handlers that `start` replaced; empty in a forked child."""
         self._ignored_halt = None if self.supervised else rundir.stamp(run / rundir.HALT)
         self._known_requests = {name: rundir.stamp(run / name) for name in rundir.REQUEST_FILES}
         self._requests: set[str] = set()
@@ -108,10 +110,12 @@ class Member:
         self.dumper.install()
         os.register_at_fork(
             before=self._before_fork, after_in_parent=self._after_fork,
-            after_in_child=partial(self._after_fork, signal.getsignal(signal.SIGTERM)),
+            after_in_child=self._after_fork_in_child,
         )  # fmt: skip
         for number in HALTING:
-            if signal.getsignal(number) is not signal.SIG_IGN:
+            former = signal.getsignal(number)
+            if former is not signal.SIG_IGN:
+                self._former[number] = former
                 signal.signal(number, self._on_signal)
         self._watcher.start()
 
@@ -119,10 +123,14 @@ class Member:
         """Delays a SIGTERM to the child until the child has the former handler."""
         self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
-    def _after_fork(self, *former: Any) -> None:
-        if former and signal.getsignal(signal.SIGTERM) == self._on_signal:
-            signal.signal(signal.SIGTERM, former[0] or signal.SIG_DFL)
+    def _after_fork(self) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+    def _after_fork_in_child(self) -> None:
+        former, self._former = self._former, {}
+        if signal.getsignal(signal.SIGTERM) == self._on_signal:
+            signal.signal(signal.SIGTERM, former[signal.SIGTERM] or signal.SIG_DFL)
+        self._after_fork()
 
     def record(self, msg: str, step: int, /, **figures: Any) -> None:
         """Queues one heartbeat record; `figures` are additional fields.
@@ -170,7 +178,7 @@ class Member:
         os.dup2(fd, 2)
         os.close(fd)
 
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.halt_reason = self.halt_reason or signal.Signals(number).name
 
     def new_requests(self) -> frozenset[str]:
@@ -301,6 +309,13 @@ class Joined(Member):
             raise
         finally:
             self.pulse.set(self._last_step, before)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Also calls a handler that the program set before `join`, for example to save its work."""
+        super()._on_signal(number, frame)
+        former = self._former.get(number)
+        if callable(former) and former is not signal.default_int_handler:
+            former(number, frame)
 
     def _end_step(self, figures: Mapping[str, Any]) -> None:
         if self._in_step:

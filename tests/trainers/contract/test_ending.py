@@ -136,3 +136,41 @@ def test_a_spawned_process_cannot_join_as_its_parent(tmp_path):
     log = rundir.rank_log(tmp_path, 1, 0).read_text()
     assert f"RefusedError: a training in {tmp_path} is alive (rank 0)" in log
     assert [record["msg"] for record in beats(tmp_path)] == ["boot", "exit"]
+
+
+HANDLES = """
+import os, signal, sys
+from pathlib import Path
+from trainers.contract import environ
+from trainers.contract.member import Member, join
+def handle(number, _frame):
+    with open("handled", "a") as file:
+        print(signal.Signals(number).name, "in the rank" if os.getpid() == rank else "", file=file)
+rank = os.getpid()
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, handle)
+if sys.argv[1] == "join":
+    run = join()
+else:
+    run = Member(Path.cwd(), environ.snapshot())
+    run.start()
+if (child := os.fork()) == 0:
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGTERM)
+    os._exit(0)
+os.waitpid(child, 0)
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):
+    os.kill(os.getpid(), number)
+print(run.halt_reason, file=open("reason", "w"))
+"""
+
+
+@pytest.mark.parametrize("by", ["join", "trainer"])
+def test_join_calls_a_former_handler_too_but_in_a_forked_child_only_that_of_sigterm(tmp_path, by):
+    """A trainer has no former handlers; `Member` would call none."""
+    words = [sys.executable, "-c", HANDLES, by]
+    subprocess.run(words, env=environment(tmp_path), cwd=tmp_path, timeout=150, check=True)
+    handled = [line.strip() for line in (tmp_path / "handled").read_text().splitlines()]
+    in_rank = ["SIGTERM in the rank", *["SIGINT in the rank"] * 2]
+    assert handled == ["SIGTERM", *(in_rank if by == "join" else [])]
+    assert (tmp_path / "reason").read_text() == "SIGTERM\n"
