@@ -14,6 +14,8 @@ LIVE_DIR = "NSA_CONSOLE_LIVE_DIR"
 TOKEN = "NSA_CONSOLE_TOKEN"
 CONFIG = "CONFIG"
 """Variable with the YAML file of a trainer that is started without `--config`."""
+TORCHRUN_ID = "TORCHELASTIC_RUN_ID"
+"""Variable that torchrun sets for its ranks."""
 CONTRACT_NAMES = (RUN_DIR, RUN_ID, ATTEMPT, LIVE_DIR, TOKEN)
 """Variables in which the supervisor passes facts about the run to its processes."""
 

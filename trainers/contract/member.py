@@ -249,6 +249,7 @@ class Joined(Member):
 
     def __init__(self, run: Path, variables: Mapping[str, str]):
         super().__init__(run, variables)
+        self._is_of_torchrun = environ.TORCHRUN_ID in variables
         self._board = HaltBoard(self.live or run, self.attempt, self.rank)
         self._last_step = 0
         self._last_at = time.monotonic()
@@ -311,10 +312,17 @@ class Joined(Member):
             self.pulse.set(self._last_step, before)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Also calls a handler that the program set before `join`, for example to save its work."""
+        """Also calls a handler that the program set before `join`, for example to save its work.
+
+        Without such a handler, a second SIGINT raises KeyboardInterrupt. But on Ctrl-C, the ranks
+        of torchrun get two: from the terminal and from torchrun, which later sends KILL.
+        """
         super()._on_signal(number, frame)
         former = self._former.get(number)
-        if callable(former) and former is not signal.default_int_handler:
+        if former is signal.default_int_handler:
+            if not self._is_of_torchrun:
+                signal.signal(number, former)
+        elif callable(former):
             former(number, frame)
 
     def _end_step(self, figures: Mapping[str, Any]) -> None:

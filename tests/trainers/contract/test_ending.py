@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainers.contract.programs import beats, environment
-from trainers.contract import heartbeat, rundir
+from trainers.contract import environ, heartbeat, rundir
 
 START = """
 import multiprocessing, os, signal, sys, threading, time
@@ -174,3 +174,41 @@ def test_join_calls_a_former_handler_too_but_in_a_forked_child_only_that_of_sigt
     in_rank = ["SIGTERM in the rank", *["SIGINT in the rank"] * 2]
     assert handled == ["SIGTERM", *(in_rank if by == "join" else [])]
     assert (tmp_path / "reason").read_text() == "SIGTERM\n"
+
+
+WAITS = """
+import os, signal, sys, time
+from pathlib import Path
+from trainers.contract import environ
+from trainers.contract.member import Member, join
+if sys.argv[1] == "join":
+    run = join()
+else:
+    run = Member(Path.cwd(), environ.snapshot())
+    run.start()
+os.kill(os.getpid(), signal.SIGTERM)
+if (child := os.fork()) == 0:
+    for _ in range(3):
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(5)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), file=open("child", "w"))
+os.kill(os.getpid(), signal.SIGINT)
+Path("waits").touch()
+os.kill(os.getpid(), signal.SIGINT)
+run.close(0, reason="done")
+"""
+
+
+@pytest.mark.parametrize(
+    ("by", "torchrun", "reason"),
+    [("join", False, "KeyboardInterrupt: "), ("join", True, "done"), ("trainer", False, "done")],
+)
+def test_a_second_ctrl_c_ends_a_joined_program_without_torchrun(tmp_path, by, torchrun, reason):
+    """The ranks of torchrun get the first SIGINT twice: from the terminal, and from torchrun."""
+    variables = environment(tmp_path) | ({environ.TORCHRUN_ID: "none"} if torchrun else {})
+    subprocess.run(
+        [sys.executable, "-c", WAITS, by], env=variables, cwd=tmp_path, timeout=150, check=False
+    )
+    assert (tmp_path / "waits").exists()
+    assert (tmp_path / "child").read_text() == "5\n"
+    assert next(each["reason"] for each in beats(tmp_path) if each["msg"] == "exit") == reason
