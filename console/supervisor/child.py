@@ -64,7 +64,7 @@ def supervise(path: Path, adopt: str | None, launch_lock: lock.LaunchLock, link:
     def event(*words: str) -> None:
         directory.event(path, 1, *words)
 
-    hooks, alive = Hooks(spec.operator, path, event), Alive(spec.operator, path, event)
+    hooks, alive = Hooks(spec.operator, event), Alive(spec.operator, event)
     services = Services(directory, nvml, poller, hooks, alive, launch_lock, link)
     try:
         link.receive()

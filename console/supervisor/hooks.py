@@ -30,12 +30,10 @@ class Hooks:
     name = "alert hook"
 
     def __init__(
-        self, settings: Settings, folder: Path, event: Callable[[str, str, str], object],
-        limit_s: float = LIMIT_S,
-    ):  # fmt: skip
-        self._folder, self._event = folder, event
+        self, settings: Settings, event: Callable[[str, str, str], object], limit_s: float = LIMIT_S
+    ):
         self._settings, self._argv = settings, settings.hook
-        self._limit_s = limit_s
+        self._event, self._limit_s = event, limit_s
         self._waiting: deque[Mapping[str, Any]] = deque(maxlen=MAX_EARLIER + 1)
         self._count, self._failure = 0, ""
         self._runs = ThreadPoolExecutor(1, "hook")
@@ -59,12 +57,13 @@ class Hooks:
             if not self._run.done():
                 return
             ended, self._run = self._run, None
-            self._report(ended.result())
+            error = ended.exception()  # for example, no descriptor is left
+            self._report(f"cannot be started: {error}" if error else ended.result())
         if self._count and time.monotonic() >= self._next_at:
             self._next_at = time.monotonic() + self._settings.hook_every_s
             alert = document(list(self._waiting), self._count)
             try:
-                self._run = self._runs.submit(run, self._argv, self._folder, alert, self._limit_s)
+                self._run = self._runs.submit(run, self._argv, alert, self._limit_s)
             except RuntimeError as error:  # the old pool would run this alert later, a second time
                 self._runs = ThreadPoolExecutor(1, "hook")
                 self._report(f"cannot be started: {error}")
@@ -118,16 +117,13 @@ class Alive(Hooks):
         self.alert({"kind": "alive", "level": "info", "ts": time.time(), **words})
 
 
-def run(argv: Sequence[str], folder: Path, alert: Mapping[str, Any], limit_s: float) -> str:
+def run(argv: Sequence[str], alert: Mapping[str, Any], limit_s: float) -> str:
     """Runs the hook once; returns how the hook failed, or "". The output is not kept.
 
-    The hook runs in `folder`, or in / if `folder` was moved or removed.
+    The hook runs in /, because the server of a launch directory may not answer.
     """
-    environment, here = inherited() | variables(alert), folder if folder.is_dir() else Path("/")
-    try:
-        return program.run(argv, environment, limit_s, here, jsonl.encode(alert)).failure
-    except OSError as error:  # no descriptor is left
-        return f"cannot be started: {error.strerror}"
+    environment = inherited() | variables(alert)
+    return program.run(argv, environment, limit_s, Path("/"), jsonl.encode(alert)).failure
 
 
 def document(records: list[Mapping[str, Any]], count: int) -> dict[str, Any]:
