@@ -350,14 +350,17 @@ class Owner:
             self._kill(now)
 
     def _terminate(self) -> None:
-        """Sends TERM to torchrun if it is a child, or else to processes of the attempt.
+        """Sends TERM to torchrun if it is a child and runs, or else to processes of the attempt.
 
         If no process is alive, TERM is not sent; the child handles the signal.
         """
-        if self._torchrun_lives:
-            os.kill(self._state.torchrun_pid, signal.SIGTERM)
+        torchrun = self._state.torchrun_pid
+        if self._torchrun_lives and process.state(torchrun) not in process.STOPPED:
+            os.kill(torchrun, signal.SIGTERM)
         elif living := self._living():
             mine = process.children(os.getpid())
+            if self._torchrun_lives:  # it is stopped and passes nothing to the ranks
+                mine += process.children(torchrun)
             for pid in [pid for pid in living if pid in mine] or living:
                 self._signal(pid, signal.SIGTERM)
         else:

@@ -86,9 +86,7 @@ class Tree:
     inherit both.
     """
 
-    def __init__(
-        self, token: str, nproc: int, poller: select.poll, link: Link, home: str = ""
-    ):  # fmt: skip
+    def __init__(self, token: str, nproc: int, poller: select.poll, link: Link, home: str = ""):
         self.token, self.nproc, self._home, self._link = token, nproc, home, link
         self._parent, self._poller = link.state.identity.get("pid", 0), poller
         self.agent: process.Handle | None = None
@@ -243,9 +241,10 @@ class Tree:
         return not self._left
 
     def terminate(self, grace_s: float) -> None:
-        """Sends TERM to torchrun, or to the ranks if torchrun has ended; KILL after `grace_s`.
+        """Sends TERM to torchrun, which passes it to the ranks, and KILL after `grace_s`.
 
-        TERM is not sent if the owner has already sent it.
+        If torchrun has ended or is stopped, also sends TERM to the ranks. TERM is not sent if the
+        owner has already sent it.
         """
         if not self.spawned:
             return
@@ -256,7 +255,8 @@ class Tree:
             return  # the owner sent TERM, because no child did so in time
         if self.agent is not None and not self.agent_over:
             self.agent.send(signal.SIGTERM)
-            return
+            if process.state(self.agent.pid) not in process.STOPPED:
+                return
         for worker in self.alive():
             worker.handle.send(signal.SIGTERM)
 

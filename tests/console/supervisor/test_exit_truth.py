@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 from console.sources import liveness, process, procfs
+from tests import broken
 from tests.launches import PROGRAMS, STUB, phase
 from trainers.contract import rundir
+
+GRACE_S = 5.0
 
 
 @pytest.fixture
@@ -83,6 +86,24 @@ def test_a_rank_that_died_while_torchrun_is_stopped_is_dead_and_not_alive(ending
     os.kill(torchrun, signal.SIGCONT)
     assert last_end(started)[1].startswith("rank 1 was killed by SIGKILL at step ")
     assert liveness.exit_words(rank(), {}) == "killed (SIGKILL)"
+
+
+@pytest.mark.parametrize("handler", ["child", "owner"])
+def test_a_stop_reaches_the_ranks_while_torchrun_is_stopped(begin, tmp_path, handler):
+    """torchrun passes TERM on only after SIGCONT, and the ranks must have time to save."""
+    shell = broken.shell(tmp_path, "launch.Launch.tick", "pass", "owners.SILENT_S = 600.0")
+    started = begin(phase("one", "member.py", 100_000), shell=shell, watch={"grace_s": GRACE_S})
+    started.wait_steps(3)
+    torchrun, child = started.state()["torchrun"]["pid"], started.child()
+    for pid in (torchrun, child)[: 1 + (handler == "owner")]:
+        os.kill(pid, signal.SIGSTOP)
+        started.wait(lambda pid=pid: process.state(pid) == "T")
+    os.kill(started.owner["pid"], signal.SIGTERM)
+    started.wait_gone()
+    os.kill(child, signal.SIGCONT)
+    assert last_end(started)[0] == "stopped"
+    for rank in (0, 1):
+        assert "SIGTERM" in str(started.heartbeats(rank=rank)[-1])
 
 
 def test_the_nearest_cgroup_that_counts_tells_a_kill_for_memory(tmp_path, monkeypatch):
