@@ -45,18 +45,23 @@ class NextAttempt:
 
 def armed(
     action: str, text: str, has_memory: bool, ended: Sequence[AttemptEnd], policy: Restart,
-    saved: int,
+    saved: int, is_final: bool,
 ) -> dict[str, str]:  # fmt: skip
     """Returns the policy on a stall and on a crash, as a sentence and in a few words.
 
-    `action` and `text` are those of the watch rule `stall`.
+    `action` and `text` are those of the watch rule `stall`. With `is_final`, the end of the run was
+    requested, so no further attempt begins.
     """
     if not has_memory and action in STRONG:
         action, text = "warn", "on stall: alert only, there is no shared memory"
+    if is_final and action == "restart":
+        action, text = "warn", "on stall: alert only"
     short = "alert" if action == "warn" else action
     if policy.when != "never":
-        left = restarts_left(ended, policy, saved)
-        text = f"{text}; on crash: " + (f"restart, {left} left" if left else "no restart left")
+        left = 0 if is_final else restarts_left(ended, policy, saved)
+        crash = f"restart, {left} left" if left else "no restart left"
+        crash = "no restart, because the end of the run was requested" if is_final else crash
+        text = f"{text}; on crash: {crash}"
         short = f"{short} ↻{left}"
     return {"armed": text, "armed_short": short}
 

@@ -365,8 +365,7 @@ class Run:
         self._published_at = time.monotonic()
         now = {
             "state": self.state, "why": self.why, "since_ts": self._since_ts,
-            "attempt": self.number, "alerts": self.alerts.open(),
-            "updated_ts": time.time(),
+            "attempt": self.number, "alerts": self.alerts.open(), "updated_ts": time.time(),
         }  # fmt: skip
         document = self.observers.run(rundir.SUPERVISOR, self._document, self._published)
         self._published = document | now
@@ -382,6 +381,7 @@ class Run:
             **restart.armed(
                 *self.attempt.monitor.on_stall(), not self._context.live.why, self._ended,
                 self._spec.plan.restart, self.attempt.saved,
+                self.is_final or self.attempt.known.halt_wanted,
             ), **self.summary.as_dict(),
         }  # fmt: skip
 

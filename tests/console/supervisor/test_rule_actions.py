@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 
 from console.run_state import Facts
 from console.supervisor.rule_actions import Policy
+from tests.launches import STUB, phase
 
 
 @pytest.mark.parametrize(
@@ -41,3 +44,18 @@ def test_an_action_needs_the_processes_of_its_attempt_and_a_restart_no_halt(end,
         attempt.stage = end
     policy.apply(run)
     assert ended == executed
+
+
+def test_the_policy_promises_no_restart_while_a_halt_is_pending(begin):
+    started = begin(phase("one", "member.py", 100_000), shell=STUB, restart={"when": "stall"})
+    started.wait_steps(3)
+    rank = started.pids()[1]
+    os.kill(rank, signal.SIGSTOP)  # so the halt waits for this rank
+    before = started.state()["armed"]
+    assert "later restart; on crash: restart, 2 left" in before
+    assert started.ask("halt")["ok"]
+    after = started.wait(lambda: (s := started.state())["armed"] != before and s)
+    text = "on stall: alert only; on crash: no restart, because the end of the run was requested"
+    assert (after["armed"], after["armed_short"]) == (text, "alert ↻0")
+    os.kill(rank, signal.SIGCONT)
+    assert started.wait_end()["phases"][0]["state"] == "halted"
