@@ -109,6 +109,8 @@ def is_supervised(supervisor: Record) -> bool:
 def with_newest_state(supervisor: Record, *others: Record | None) -> dict[str, Any]:
     """Returns the document `supervisor` with the newest state that it or one of `others` has.
 
+    The verdict is the one that came with this state, or None if none came with it.
+
     If a disk is full or does not answer, the document is late. The last `state` event or the
     supervisor heartbeat is then newer. An end in the document is final. A state in `others` is
     ignored if its time is more than `CLOCK_S` in the future. An end in `others` is used only if
@@ -123,8 +125,8 @@ def with_newest_state(supervisor: Record, *others: Record | None) -> dict[str, A
         if ts is None or not newest_ts < ts <= latest_ts or state not in STATES:
             continue
         if state not in ENDED or _may_have_ended(supervisor):
-            newest, newest_ts = {"since_ts": ts} | dict(other), ts
-    fields = ("state", "why", "since_ts")
+            newest, newest_ts = {"since_ts": ts, "verdict": None} | dict(other), ts
+    fields = ("state", "why", "since_ts", "verdict")
     return dict(supervisor) | {key: newest[key] for key in fields if key in newest}
 
 

@@ -230,7 +230,7 @@ def diagnosis(path: Path) -> Diagnosis:
     """Diagnoses a launch or run; takes some seconds if this process collects the evidence itself.
 
     For a run that has ended, the last verdict is used. If a working supervisor has detected a
-    stall, its newest verdict is used. If ranks make no progress in any other run, this process
+    stall, its newest verdict is used. If there is none and ranks make no progress, this process
     collects the evidence itself, with the code of the supervisor. It does not do so while the ranks
     are being ended.
     """
@@ -283,9 +283,8 @@ def _poll(source: OfflineRun) -> Diagnosis | Readings:
         return Diagnosis("unknown", state, f"there is no run yet: {state.why}", exit_code=1)
     if state.state in ENDING:
         return Diagnosis("ending", state, f"the ranks are being ended: {state.why}", run=run)
-    if is_supervised(state) and state.state == "stalled":
-        why = "" if state.verdict else "the supervisor has not written a verdict yet"
-        return Diagnosis("stalled", state, why, state.verdict, "supervisor", exit_code=1, run=run)
+    if is_supervised(state) and state.state == "stalled" and state.verdict:
+        return Diagnosis("stalled", state, "", state.verdict, "supervisor", exit_code=1, run=run)
     return replace(now, ranks=ranks_of(state, run, now))
 
 

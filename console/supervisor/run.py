@@ -393,7 +393,7 @@ class Run:
             "why": self.why, "since_ts": self._since_ts, "run": self.id,
             "blocked_s": round(self._directory.blocked_s(), 2),
             "waiting": self._directory.waiting, "dropped": self._directory.dropped,
-            "alerts": list(self.alerts.open().values()),
+            "alerts": list(self.alerts.open().values()), "verdict": self._published.get("verdict"),
         }  # fmt: skip
         self.observers.run(
             "the supervisor heartbeat", lambda: self._context.live.write_status(status), None

@@ -126,6 +126,20 @@ def test_without_a_supervisor_the_evidence_is_collected_and_no_rank_is_signalled
     assert "    ? no flight record of ranks 0-1" in words.stdout
 
 
+def test_a_state_without_its_verdict_is_diagnosed_by_the_command(tmp_path):
+    """A full disk keeps supervisor.json, which has the verdict on an earlier stall."""
+    launch = directory.launch(tmp_path)
+    run = directory.run(launch / "0-first", 1, "stalled", verdict=VERDICT)
+    directory.change(run / rundir.SUPERVISOR, updated_ts=time.time() - 5)
+    for step in (1, 2, 3):
+        directory.beat(run, 0, step, pid=os.getpid(), ts=time.time() - 200)
+    directory.event(run, "state", attempt=1, state="stalled", why="rank 0 is slow")
+    with directory.owned(launch):
+        found = offline.diagnosis(launch)
+    assert (found.outlook, found.source) == ("stalled", "evidence collected now")
+    assert found.verdict.rank == 0
+
+
 def test_an_ended_run_shows_its_last_verdict(stalled):
     run = stalled[1]
     run.ask("stop")

@@ -144,6 +144,29 @@ def test_the_supervisor_heartbeat_outweighs_events_on_alerts(launch, run, shared
     assert "all is lost" in found
 
 
+EARLIER, PRESENT = (
+    {"sentence": f"rank {rank} is stopped", "rank": rank, "cause": "stopped", "sure": "high"}
+    for rank in (1, 0)
+)
+
+
+@pytest.mark.parametrize("source", ["event", "heartbeat"])
+def test_a_state_newer_than_the_document_has_its_own_verdict_or_none(
+    launch, run, shared_memory, source
+):
+    """A full disk keeps the document, which has the verdict on an earlier stall."""
+    directory.run(run, state="stalled", verdict=EARLIER, live_dir=str(shared_memory),
+                  updated_ts=time.time() - 300)  # fmt: skip
+    assert RunSource(launch).poll().verdict.rank == 1
+    if source == "event":
+        directory.event(run, "state", attempt=1, state="stalled", why="rank 0 is stopped")
+        assert RunSource(launch).poll().verdict is None
+        return
+    told = {"v": 1, "ts": time.time(), "state": "stalled", "why": "", "verdict": PRESENT}
+    directory.document(shared_memory / rundir.LIVE_STATUS, told)
+    assert RunSource(launch).poll().verdict.rank == 0
+
+
 def test_without_shared_memory_the_sampled_pulse_ages(launch, run):
     held = {"step": 9, "phase": "forward", "since_s": 4.0, "collectives": 2}
     directory.sample(run, ts=time.time() - 30, ranks=[{"rank": 0, "state": "S", "pulse": held}])

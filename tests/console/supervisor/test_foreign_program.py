@@ -77,6 +77,8 @@ def test_a_stopped_rank_is_named_with_its_phase_and_cleared_when_it_continues(ru
         assert verdict["sentence"].startswith("rank 1 has been stalled in step")
         assert "it is stopped (SIGSTOP); kill -CONT" in verdict["sentence"]
         assert "rank 0 waits" in verdict["sentence"]
+        heartbeat = Path(running.state()["live_dir"]) / rundir.LIVE_STATUS
+        running.wait(lambda: (rundir.read_json(heartbeat) or {})["verdict"] is not None)
         running.wait(lambda: list((running.run() / rundir.VERDICTS).iterdir()))
         alert = running.wait(lambda: running.alerts("stall"))[0]
         assert (alert["kind"], alert["key"], alert["level"]) == ("alert", "3", "crit")
