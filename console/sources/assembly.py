@@ -13,6 +13,7 @@ from console.model import (
     END_MISSING,
     LIVE_STATES,
     RANK_GONE,
+    STALL,
     Alert,
     Gate,
     LaunchState,
@@ -128,9 +129,14 @@ class Assembly:
         )  # fmt: skip
 
     def _verdict(self) -> Verdict | None:
-        """Returns the verdict, without its next step if the run has ended."""
+        """Returns the verdict of a run that is stalled, or was when it ended, else None.
+
+        The verdict of a run that has ended has no next step.
+        """
         found = json_documents.verdict(self._newest)
-        return found.of_past() if found and self._has_ended else found
+        if self._state == "stalled":
+            return found
+        return found.of_past() if found and self._has_ended else None
 
     @property
     def _id(self) -> str:
@@ -172,11 +178,14 @@ class Assembly:
     def _alerts(self) -> tuple[Alert, ...]:
         """Returns the open alerts of the run and of this reader, ordered by `RunRecords.alerts`.
 
-        The alert `RANK_GONE` is left out if no rank is known to have ended.
+        The alert `RANK_GONE` is left out if no rank is known to have ended. The alert `STALL` is
+        left out if no supervisor can clear it.
         """
         status = {} if self._has_ended else self._status
         own = [*self.troubles, *self._reader_alerts(), *self._supervisor_alerts]
         alerts = self.records.alerts(status, own)
+        if self._has_ended or self._state == "unsupervised":
+            alerts = tuple(alert for alert in alerts if alert.id != STALL)
         others = tuple(alert for alert in alerts if alert.id != RANK_GONE)
         return alerts if others == alerts or liveness.has_lost_rank(self._newest) else others
 

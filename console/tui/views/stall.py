@@ -29,8 +29,7 @@ STATE_WORDS = {"R": "runs", "S": "sleeps", "D": "disk wait", "I": "idle", **{
 
 def past_verdict(state: RunState, last: Verdict | None) -> Verdict | None:
     """Returns the last verdict if its stall is over, or None."""
-    is_shown = state.state == "stalled" or (state.verdict and state.state in LIVE_STATES)
-    return None if is_shown else last
+    return None if state.state == "stalled" else last
 
 
 def _past_rows(past: Verdict, calm: str, width: int, height: int, now: float) -> list[Row]:

@@ -167,6 +167,20 @@ def test_a_state_newer_than_the_document_has_its_own_verdict_or_none(
     assert RunSource(launch).poll().verdict.rank == 0
 
 
+def test_an_unsupervised_run_has_no_verdict_because_its_stall_may_be_over(launch, run):
+    worker = {"rank": 0, **rundir.identity(), "exit": None}
+    directory.run(run, 1, "stalled", verdict=EARLIER, workers=[worker], **DEAD)
+    directory.event(run, "alert", alert="stall", level="crit", text=EARLIER["sentence"])
+    directory.event(run, "alert", alert="disk", level="crit", text="3 GiB are free")
+    state = RunSource(launch).poll()
+    assert (state.state, state.verdict) == ("unsupervised", None)
+    assert [alert.id for alert in state.alerts] == ["disk"]
+    directory.change(run / rundir.SUPERVISOR, workers=[worker | DEAD])
+    state = RunSource(launch).poll()
+    assert (state.state, state.verdict.rank) == ("lost", 1)
+    assert "stall" not in [alert.id for alert in state.alerts]
+
+
 def test_without_shared_memory_the_sampled_pulse_ages(launch, run):
     held = {"step": 9, "phase": "forward", "since_s": 4.0, "collectives": 2}
     directory.sample(run, ts=time.time() - 30, ranks=[{"rank": 0, "state": "S", "pulse": held}])
