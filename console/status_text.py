@@ -223,11 +223,12 @@ def lost_steps(step: int, saved: int, reports: bool) -> str:
     return f"{counted(max(0, step - saved), 'step')} (newest checkpoint: step {saved:,})"
 
 
-def stop_cost(step: int, saved: int, reports: bool) -> str:
-    """Returns what a stop during a stall costs, or "" if it is not known; see `lost_steps`."""
+def stop_cost(step: int, saved: int, reports: bool, phase: str) -> str:
+    """Returns what a stop costs a run stalled in `phase`, or "" if not known; see `lost_steps`."""
     lost = lost_steps(step, saved, reports)
-    then = "; a halt saves first, but only when all ranks step again" * reports
-    return f"a stop costs {lost}{then}" if lost else ""
+    halts = {"save": "loses no step, but waits for the end of this save"}
+    halt = halts.get(phase, "saves first, but only when all ranks step again")
+    return f"a stop costs {lost}" + f"; a halt {halt}" * reports if lost else ""
 
 
 def checkpoint_text(state: RunState) -> str:

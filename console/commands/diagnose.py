@@ -38,7 +38,8 @@ def as_json(found: Diagnosis, root: Path) -> dict[str, Any]:
     """Returns a diagnosis as JSON data; its keys are documented and stable."""
     state, verdict = found.state, found.verdict
     seen = verdicts.seen_before(root, found.run, verdict) if verdict and found.run else None
-    cost = status_text.stop_cost(state.step or 0, state.saved_step, bool(state.decided))
+    phase = verdict.phase if verdict else ""
+    cost = status_text.stop_cost(state.step or 0, state.saved_step, bool(state.decided), phase)
     missing = [*(verdict.missing if verdict else ()), *found.missing]
     ranks = [
         {"rank": each.rank, "pid": each.pid or None, "state": each.state, "step": each.step,

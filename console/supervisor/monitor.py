@@ -12,6 +12,7 @@ from typing import Any
 
 from console.diagnose.rank_evidence import (
     ENDING_PHASES,
+    SAVING_PHASES,
     RankEvidence,
     unfinished,
     unusable_pulses,
@@ -99,8 +100,10 @@ class Monitor:
     def halt_answer(self) -> str:
         """Returns the answer to a halt for which `.HALT` is written."""
         if self.verdict:
-            return (".HALT is written; the run is stalled, so it halts only when all ranks make "
-                    "progress again; stop ends it now")  # fmt: skip
+            saves = self.verdict.phase in SAVING_PHASES
+            return ".HALT is written; the run is stalled, so it halts only when " + (
+                "the save ends; stop loses the checkpoint that is being saved" if saves
+                else "all ranks make progress again; stop ends it now")  # fmt: skip
         if self._run.settings:
             return ".HALT is written; all ranks stop at the same step and save a checkpoint"
         return (".HALT is written; a program that does not call join ignores it, and only the "
@@ -184,7 +187,7 @@ class Monitor:
         if found is not None and found.phase != "exit":
             heads = self._heads().values()
             saved = max((max(head.saved, head.first_step - 1) for head in heads), default=0)
-            cost = stop_cost(found.step or 0, saved, bool(self._run.settings))
+            cost = stop_cost(found.step or 0, saved, bool(self._run.settings), found.phase)
             found = replace(found, action="; ".join(filter(None, (found.action, cost))))
         self._set_verdict(found, seen)
         if halting and self.verdict and self.verdict.phase not in ENDING_PHASES:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from console.action_table import ACTIONS, Action
+from console.diagnose.rank_evidence import SAVING_PHASES
 from console.model import LIVE_STATES, OWN_DIRECTORY, LaunchState, RunState
 from console.sources.process import command
 from console.status_text import checkpoint_text, lost_steps
@@ -125,12 +126,14 @@ def _of_halt(state: RunState) -> dict[str, str]:
     elif not state.decided:
         facts["else"] = "K stops a program that does not call join, because it ignores a halt"
     if state.state == "stalled":
-        verdict, stalled = state.verdict, "a rank is stalled"
+        verdict, rank = state.verdict, "a rank"
         if verdict and verdict.rank is not None:
-            stalled = f"rank {verdict.rank} is stalled in {verdict.phase}"
-        facts["stalled"] = (
-            f"{stalled}, and no rank halts before every rank completes its step; K stops the run"
-        )
+            rank = f"rank {verdict.rank}"
+        stalled = f"{rank} is stalled" + (f" in {verdict.phase}" if verdict else "")
+        then = "no rank halts before every rank completes its step; K stops the run"
+        if verdict and verdict.phase in SAVING_PHASES:
+            then = "the run halts when the save ends; K loses the checkpoint"
+        facts["stalled"] = f"{stalled}, and {then}"
     if state.launch and state.launch.rest:
         rest = ", ".join(phase.name for phase in state.launch.rest)
         facts["then"] = f"the launch ends; not started: {rest}"

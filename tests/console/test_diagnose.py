@@ -235,10 +235,15 @@ def resumed(tmp_path: Path, state: str, **supervisor) -> Path:
     return launch
 
 
-def test_the_cost_of_a_stop_counts_the_checkpoint_from_which_the_run_resumed(tmp_path):
-    cost = "a stop costs 10 steps (newest checkpoint: step 33); a halt saves first"
-    action = f"kill -CONT 4242 resumes it; {cost}, but only when all ranks step again"
-    verdict = VERDICT | {"ts": time.time(), "action": action}
+@pytest.mark.parametrize(
+    ("phase", "halt"),
+    [("forward", "saves first, but only when all ranks step again"),
+     ("save", "loses no step, but waits for the end of this save")],
+)  # fmt: skip
+def test_the_cost_of_a_stop_counts_the_checkpoint_from_which_the_run_resumed(tmp_path, phase, halt):
+    cost = f"a stop costs 10 steps (newest checkpoint: step 33); a halt {halt}"
+    action = f"kill -CONT 4242 resumes it; {cost}"
+    verdict = VERDICT | {"ts": time.time(), "phase": phase, "action": action}
     launch = resumed(tmp_path, "stalled", verdict=verdict)
     with directory.owned(launch):
         state = RunSource(launch).poll()

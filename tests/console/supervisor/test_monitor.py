@@ -57,12 +57,14 @@ class Stage:
         self.events.append((kind, level, text))
         return {}
 
-    def poll(self, still, ending="", states="SS", step=50, phases=("backward", "fetch")):
+    def poll(
+        self, still, ending="", states="SS", step=50, phases=("backward", "fetch"), halting=False
+    ):
         seen = [
             RankEvidence(rank, -1, state, step, phase, still, records_s=still)
             for rank, (state, phase) in enumerate(zip(states, phases, strict=True))
         ]
-        self.dog.poll(SAMPLE, [] if ending else seen, ending, halting=False, unread="")
+        self.dog.poll(SAMPLE, [] if ending else seen, ending, halting, unread="")
 
     def ends(self):
         """Returns the ends of all verdicts in the run directory, the oldest first."""
@@ -271,7 +273,7 @@ def test_a_stall_has_a_bounded_number_of_verdicts_of_which_the_last_is_current(t
     ],
 )
 def test_the_cost_of_a_stop_is_said_where_it_is_known(step, saved, reports, words):
-    found = monitor.stop_cost(step, saved, reports)
+    found = monitor.stop_cost(step, saved, reports, "backward")
     assert found.startswith(words) if words else not found
     assert ("a halt saves" in found) is (reports and bool(words)), "another program may not save"
 
@@ -293,4 +295,14 @@ def test_a_verdict_of_our_program_names_the_cost_of_a_stop(tmp_path):
     stage = Stage(tmp_path, {"checkpoint.every": 100})
     stage.poll(12.0)
     assert stage.dog.verdict.action.startswith("a stop costs all 50 steps (no checkpoint)")
+    stage.directory.close()
+
+
+def test_a_halt_whose_checkpoint_is_slow_is_not_said_to_wait_for_a_step(tmp_path):
+    stage = Stage(tmp_path, {"checkpoint.every": 100})
+    stage.poll(400.0, phases=("save", "save"), halting=True)
+    said = f"{stage.dog.verdict.action}. {stage.dog.halt_answer()}"
+    assert "a stop costs all 50 steps (no checkpoint); a halt loses no step, but waits" in said
+    assert "it halts only when the save ends; stop loses the checkpoint" in said
+    assert "step again" not in said
     stage.directory.close()

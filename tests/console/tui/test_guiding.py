@@ -179,6 +179,12 @@ def test_a_halt_of_a_stalled_run_promises_nothing_and_names_the_key_that_stops_i
     facts = dict(KEYS["halt"].question(recorded.stalled()).facts)
     said = "rank 3 is stalled in backward, and no rank halts before every rank completes its step"
     assert facts["stalled"] == f"{said}; K stops the run"
+    saving = dataclasses.replace(recorded.VERDICT, phase="save")
+    for verdict, who in (saving, "rank 3"), (dataclasses.replace(saving, rank=None), "a rank"):
+        state = dataclasses.replace(recorded.stalled(), verdict=verdict)
+        facts = dict(KEYS["halt"].question(state).facts)
+        then = "the run halts when the save ends; K loses the checkpoint"
+        assert facts["stalled"] == f"{who} is stalled in save, and {then}"
 
 
 def test_no_question_promises_a_checkpoint_of_a_program_that_may_save_none():
