@@ -101,7 +101,7 @@ class Report:
             for name in ("mfu", "mfu_exact")
         }
         self.peak_flops: float | None = None
-        self.steps_done = 0
+        self.steps_done = self._resumed_step = 0
         self.tokens_total = self._tokens_before = 0
         """Tokens that all ranks have trained on, and the part of them before a resume."""
         self.first_loss: float | None = None
@@ -116,7 +116,8 @@ class Report:
 
     def resume(self, step: int, tokens_total: int, first_loss: float | None) -> None:
         """Continues from the figures in a checkpoint."""
-        self.steps_done, self.first_loss = step, first_loss
+        self.steps_done = self._resumed_step = step
+        self.first_loss = first_loss
         self.tokens_total = self._tokens_before = tokens_total
 
     def values(self) -> dict[str, Any]:
@@ -159,7 +160,8 @@ class Report:
     def due(self, step: int) -> bool:
         """Returns whether `step` has a progress record."""
         every = self.settings.report.log_every
-        return step <= FIRST_STEPS or step % every == 0 or step == self.settings.train.steps
+        is_early = step <= self._resumed_step + FIRST_STEPS
+        return is_early or step % every == 0 or step == self.settings.train.steps
 
     def begin(self, step: int) -> None:
         """Marks the start of a step."""

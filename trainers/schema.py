@@ -147,7 +147,10 @@ class ReportSettings:
 
     out_dir: str = key("", "Parent directory of runs started by hand; empty: artifacts/<config>.")
     log_every: int = key(
-        10, "Steps between progress records; also steps 1 to 5 and the last.", 1, LOG_EVERY_MOST
+        10,
+        "Steps between progress records; also the first 5 of an attempt and the last.",
+        1,
+        LOG_EVERY_MOST,
     )
     disable_aux_stats: bool = key(False, "No statistics of the attention gate and the selection.")
     disable_csv: bool = key(False, "Write no training.csv and no other CSV file.")

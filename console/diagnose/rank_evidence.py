@@ -1,7 +1,8 @@
 """The evidence about the ranks at one moment: positions, stall limits, and which ranks are slowest.
 
-The stall limit of a rank in a step is max(floor, 5 × p99 of its phase). Start-up with the first
-step, evaluation, saving and the exit have their own limits. No file is read here.
+The stall limit of a rank in a step is max(floor, 5 × p99 of its phase). Start-up with the steps
+before a step time is known, evaluation, saving and the exit have their own limits. No file is read
+here.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class RankEvidence:
     Without either, `phase` is "". `unchanged_s` is the time since the pulse changed, or an estimate
     if there is no pulse. `state` is the kernel's letter, "gone", or "?" if it is not known. `p99_s`
     is the 99th percentile of the times in the rank's phase, or of the step times if the phase has
-    none. `by_records` uses the gaps between records instead.
+    none, or None while no step time is known. `by_records` uses the gaps between records instead.
     """
 
     rank: int
@@ -57,7 +58,7 @@ class RankEvidence:
     phase: str
     unchanged_s: float
     collectives: int = 0
-    p99_s: float | None = None
+    p99_s: float | None = 0.0
     first_step: int = FIRST_STEP
     """The first step of this attempt. During this step a rank may still compile and allocate."""
     code: int | None = None
@@ -147,9 +148,11 @@ def limit_s(rank: RankEvidence, watch: Watch) -> float:
     """Returns the stall limit of a rank in its present phase and step."""
     if rank.phase == "exit":
         return watch.stall_floor_s
-    if not rank.phase or rank.phase in STARTING_PHASES or rank.step <= rank.first_step:
-        return watch.startup_s
-    usual = max(watch.stall_floor_s, SAFETY * (rank.p99_s or 0.0))
+    usual = watch.startup_s
+    if not rank.phase or rank.phase in STARTING_PHASES:
+        return usual
+    if rank.p99_s is not None:
+        usual = max(watch.stall_floor_s, SAFETY * rank.p99_s)
     if rank.phase == "eval":
         return max(usual, watch.eval_s or watch.startup_s)
     if rank.phase in SAVING_PHASES:

@@ -119,6 +119,8 @@ class Pace:
         self.from_future = False
         """True if the time in the newest record is more than `RECORDS_LATE_S` after its read."""
         self._timed_steps = 0
+        self._second_s: float | None = None
+        """The time of the second step, which counts until a later step time is known."""
         self._durations: dict[str, tuple[deque[float], list[float]]] = {}
         """Durations of each phase, in the order of arrival and sorted; the key "" is for steps."""
 
@@ -228,6 +230,7 @@ class Pace:
         warm = steps_s[max(0, WARM_UP_STEPS - self._timed_steps) :]
         self._timed_steps += len(steps_s)
         if not warm:
+            self._second_s = steps_s[-1] if self._timed_steps == WARM_UP_STEPS else None
             return
         self._keep("", warm)
         for phase in ("fetch",) if "gpu_mem_reserved" in record else TIMED_PHASES:
@@ -251,7 +254,7 @@ class Pace:
         For a phase without times, and for the phase "", it is the percentile of the step times.
         """
         found = self._durations.get(phase) or self._durations.get("")
-        return None if found is None else _p99(found[1])
+        return self._second_s if found is None else _p99(found[1])
 
 
 UNTIMED = Pace()

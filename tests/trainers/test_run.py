@@ -66,6 +66,15 @@ def test_every_rank_reports_the_first_five_steps_and_every_log_step(text_run):
         assert {r["world"] for r in records} == {2}
 
 
+def test_the_first_five_steps_after_a_resume_have_records_too(tmp_path):
+    changes = small(train__steps=5100, report__log_every=10)
+    report = Report(settings.resolve(CONFIG, {}, changes), Member(tmp_path, {}))
+    report.resume(5000, 0, None)
+    for step in range(5001, 5030):
+        assert report.due(step) == (step <= 5005 or step % 10 == 0), step
+        report.end(step, 1.0)
+
+
 def test_progress_carries_every_figure_and_the_figures_agree_with_each_other(text_run):
     for rank in range(2):
         progress = text_run.records(rank, "progress")

@@ -134,7 +134,7 @@ PROGRESS = {
     "one exited, the other moves": (EXITED, rank(1, "backward", 1.0, step=6)),
     "starting": (rank(0, "boot", 100.0, step=0), rank(1, "boot", 100.0, step=0)),
     "no pulse yet": (rank(0, "", 119.0, step=0),),
-    "first step": (rank(0, "forward", 100.0, step=1), rank(1, "forward", 100.0, step=1)),
+    "no step time": (rank(0, "forward", 100.0, p99_s=None), rank(1, "log", 100.0, p99_s=None)),
     "saving": (rank(0, "save", 100.0), rank(1, "save", 100.0)),
     "slow steps": (rank(0, "backward", 20.0, p99_s=6.0), rank(1, "forward", 20.0, p99_s=6.0)),
 }

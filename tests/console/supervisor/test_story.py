@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -61,11 +63,12 @@ def test_phases_that_a_gpu_was_timed_in_do_not_bound_the_host():
 def test_evaluation_and_saving_have_budgets_of_their_own():
     watch = Watch(stall_floor_s=10, startup_s=120, eval_s=40, save_s=50)
 
-    def limit(phase, p99_s=None):
+    def limit(phase, p99_s=1.0):
         return limit_s(RankEvidence(0, 1, "S", 9, phase, 0.0, 0, p99_s), watch)
 
     assert [limit(phase) for phase in ("eval", "save", "halt", "forward")] == [40, 50, 50, 10]
     assert limit("eval", 20.0) == 100
+    assert limit("eval", None) == 120
     assert limit_s(RankEvidence(0, 1, "S", 9, "save", 0.0), Watch(startup_s=77)) == 77
 
 
@@ -162,29 +165,50 @@ def test_the_first_record_after_a_take_over_counts_though_its_steps_began_before
     assert late.heads[0].pace.p99_s() == 1.0
 
 
-def test_a_resume_that_the_pulse_disproves_raises_no_limit():
-    watch = Watch(stall_floor_s=2, startup_s=600)
+def test_a_resume_that_the_pulse_disproves_is_not_the_first_step():
     told = Recorded(live=True)
     told.take(record(1_000_000, msg="resume"))
-    assert limit_s(at(told, 7), watch) == 2.0
     for step in (7, 8, 9):
         told.take(record(step))
+    assert at(told, 10).first_step == 1
     assert told.heads[0].pace.gap_s() > 0, "the pace of the records is known"
     resumed = Recorded(live=True)
     resumed.take(record(6, msg="resume"))
-    assert limit_s(at(resumed, 7), watch) == 600.0
+    assert at(resumed, 7).first_step == 7
     resumed.take(record(8))
     resumed.take(record(20, msg="resume"))
-    assert limit_s(at(resumed, 20), watch) == 2.0
+    assert at(resumed, 20).first_step == 7
 
 
-def test_a_program_that_continues_its_own_checkpoint_has_the_limit_of_a_first_step():
-    watch = Watch(stall_floor_s=2, startup_s=600)
-    told = Recorded(live=True)
-    told.take(record(0, msg="boot"))
-    assert limit_s(at(told, 5001), watch) == 600.0
-    told.take(record(5001))
-    assert limit_s(at(told, 5002), watch) == 2.0
+@pytest.mark.parametrize(("step_s", "limit"), [(105.0, 525.0), (1.0, 60.0)])
+@pytest.mark.parametrize(
+    ("first", "begins"),
+    [
+        (1, {"msg": "boot", "step": 0}),
+        (5001, {"msg": "resume", "step": 5000}),
+        (5001, {"msg": "boot", "step": 0}),  # a foreign program does not record a resume
+    ],
+)
+def test_a_step_has_the_limit_of_the_start_until_the_time_of_a_second_step_is_known(
+    step_s, limit, first, begins
+):
+    told, watch, limits = Recorded(), Watch(), []
+    told.take(record(**begins))
+    for step in range(first, first + 4):
+        limits.append(limit_s(at(told, step), watch))
+        told.take(record(step, steps_dt_s=[step_s]))
+    assert limits == [300.0, 300.0, limit, limit]
+
+
+def test_a_stall_right_after_a_resume_is_found_after_the_limit_of_the_start():
+    told, watch = Recorded(), Watch()
+    told.take(record(5000, msg="resume"))
+    for step in (5001, 5002):
+        found = at(told, step)
+        assert diagnose([replace(found, unchanged_s=299.0)], watch, 1.8e9) is None
+        verdict = diagnose([replace(found, unchanged_s=301.0)], watch, 1.8e9)
+        assert (verdict.rank, verdict.step) == (0, step)
+        told.take(record(step, steps_dt_s=[20.0]))
 
 
 def test_records_ahead_of_a_pulse_are_a_doubt_but_not_where_it_was_sampled_before():
