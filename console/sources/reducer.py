@@ -60,6 +60,8 @@ class LatestRecords:
     """The start of the first error text since the last progress, or "" if there is none."""
     reason: str = ""
     """The start of the first recorded reason for a halt or exit, or "" if there is none."""
+    save: Record | None = field(default=None, compare=False)
+    """The newest record of a save that succeeded or failed, or None if no such record was read."""
     step: int = 0
     halt: int | None = None
     """The step of the newest `halt` record, or None if there is none since the last progress."""
@@ -76,6 +78,8 @@ class LatestRecords:
             self.progress, self.halt, self.error_words = record, None, ""
             if any(record.get(name) is not None for name in UNITS):
                 self.figures = record
+        elif msg in ("checkpoint", "checkpoint_failed"):
+            self.save = record
         elif msg == "halt":
             self.halt = record["step"]
         elif msg == "error":

@@ -14,7 +14,7 @@ DROPPED = "dropped"
 GATE_ALERT = "gate-"
 """Prefix of the alert on a gate that has an `at` step; the name of the gate follows."""
 CHECKPOINT_ALERT = "checkpoint-"
-"""Prefix of the alerts on the load and on the back-up of the newest checkpoint."""
+"""Prefix of the alerts on the save, the load and the back-up of checkpoints."""
 SETTLED_S = 10.0
 """The alert on failed writes is cleared after this time without a failed write."""
 

@@ -1,7 +1,7 @@
 """Loads new checkpoints of a run in another process, and runs the back-up of the plan.
 
 The back-up follows a successful load. One program runs at a time, at the lowest priority. If
-several checkpoints wait, only the newest is loaded.
+several checkpoints wait, only the newest is loaded. A save that failed is an alert.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from pathlib import Path
 from console.model import Level, Result
 from console.plan import PLACEHOLDER, Checkpoints
 from console.sources import procfs
-from console.sources.summary import Summary
+from console.sources.reducer import Reducer
+from console.sources.sanitize import clean
 from console.sources.tail import is_missing
 from console.supervisor import program
 from console.supervisor.alerts import CHECKPOINT_ALERT, Alerts
@@ -31,7 +32,7 @@ PROGRAM_BYTES = 512 << 20
 
 On x86, the program needed 294 MiB in addition to 937 MiB of files.
 """
-ALERTS = {what: f"{CHECKPOINT_ALERT}{what}" for what in ("load", "backup")}
+ALERTS = {what: f"{CHECKPOINT_ALERT}{what}" for what in ("save", "load", "backup")}
 Outcome = tuple[Result, Level, str]
 
 
@@ -40,10 +41,10 @@ class CheckpointCheck:
 
     def __init__(
         self, run: Path, plan: Checkpoints, event: Callable[..., object], alerts: Alerts,
-        summary: Summary, loads: tuple[str, ...] = LOADS,
+        reducer: Reducer, loads: tuple[str, ...] = LOADS,
     ):  # fmt: skip
         self._run, self._plan, self._event, self._alerts = run, plan, event, alerts
-        self._summary, self._loads = summary, loads
+        self._reducer, self._loads = reducer, loads
         self._newest = 0, 0
         """Attempt and step of the newest checkpoint whose check began."""
         self._doing = ""
@@ -69,6 +70,7 @@ class CheckpointCheck:
         no thread can start, or OSError if no descriptor is left. The check then has no result.
         """
         self._seen = newest
+        self._check_saves(attempt, newest)
         if self._job is not None:
             if not self._job.done():
                 return
@@ -78,6 +80,19 @@ class CheckpointCheck:
         if self._job is None and wanted and newest and (attempt, newest) != self._newest:
             self._newest = attempt, newest
             self._begin("load", self._load)
+
+    def _check_saves(self, attempt: int, newest: int) -> None:
+        """Raises an alert if the newest recorded save of a rank failed; else clears the alert."""
+        heads = self._reducer.heads(attempt).values()
+        saves = [head.save for head in heads if head.save]
+        failed = next((each for each in saves if each["msg"] == "checkpoint_failed"), None)
+        if failed:
+            saved = max(newest, *(head.first_step - 1 for head in heads))
+            still = f"newest checkpoint: step {saved:,}" if saved else "there is no checkpoint"
+            text = f"a save failed: {clean(jsonl.text(failed, 'error'), 400)}; {still}"
+            self._alerts.raise_(ALERTS["save"], text, "crit")
+        elif saves:
+            self._alerts.clear(ALERTS["save"], "a later save succeeded")
 
     def stop(self) -> None:
         """Makes the running program get TERM; no further program starts."""
@@ -100,7 +115,7 @@ class CheckpointCheck:
         if level != "info":
             self._alerts.raise_(ALERTS[what], text, level)
         if what == "load" and result == "pass":
-            self._summary.take_load(self._newest[0], step, True)
+            self._reducer.summary.take_load(self._newest[0], step, True)
             if self._plan.backup:
                 self._begin("backup", self._back_up)
 

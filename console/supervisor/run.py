@@ -79,7 +79,7 @@ class Run:
         )
         self.summary = self._context.reducer.summary
         self._check = CheckpointCheck(
-            path, spec.plan.checkpoints, self.event, self.alerts, self.summary
+            path, spec.plan.checkpoints, self.event, self.alerts, self._context.reducer
         )
         self._snapshots = Snapshots(services, path, self.id, self._context.reducer, self.alerts)
         self._record = former.record if former else self._new_record(index)

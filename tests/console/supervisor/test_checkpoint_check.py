@@ -8,7 +8,10 @@ import time
 import pytest
 
 from console.plan import Checkpoints
+from console.sources.record_files import Batch, Cursor
+from console.sources.reducer import Reducer
 from console.sources.run import RunSource
+from console.sources.series import Series
 from console.sources.summary import Summary
 from console.supervisor import program
 from console.supervisor.alerts import Alerts
@@ -28,11 +31,11 @@ class Trial:
     """A check with a shell script in place of the loading program, and the recorded events."""
 
     def __init__(self, folder, script=FINE, **plan):
-        self.run, self.events, self.summary = folder, [], Summary(1, 1, 0)
-        directory = Directory()
+        self.run, self.events, self.summary = folder, [], Summary(2, 1, 0)
+        self.reducer, directory = Reducer(Series(keeps=False), self.summary), Directory()
         self.alerts = Alerts(self.event, directory)
         self.check = CheckpointCheck(
-            folder, Checkpoints(**{"load": True, **plan}), self.event, self.alerts, self.summary,
+            folder, Checkpoints(**{"load": True, **plan}), self.event, self.alerts, self.reducer,
             ("sh", "-c", script, "sh"),
         )  # fmt: skip
         directory.close()
@@ -50,6 +53,11 @@ class Trial:
             (self.run / rundir.CHECKPOINTS / f"step_{step:08d}").mkdir(parents=True, exist_ok=True)
             self.check.poll(1, step)
         return self
+
+    def read(self, rank, msg, step, attempt=1, **fields):
+        record = {"rank": rank, "msg": msg, "step": step, "attempt": attempt} | fields
+        name = rundir.heartbeat(self.run, rank).name
+        self.reducer.add(Batch(name, [record], Cursor()))
 
     def finish(self, attempt=1, step=0):
         until = time.monotonic() + HANG_GUARD_S
@@ -78,6 +86,36 @@ def test_a_checkpoint_that_is_removed_while_a_newer_one_exists_is_no_failure(tmp
     trial = Trial(tmp_path, script).saved(5, 6)
     (tmp_path / "go").touch()
     assert trial.finish(1, 6)[0] == ("load", 5, "unknown", "info")
+
+
+def test_a_failed_save_is_an_alert_until_all_ranks_record_a_later_save(tmp_path):
+    trial = Trial(tmp_path, load=False)
+    for rank in (0, 1):
+        trial.read(rank, "resume", 40)
+        trial.read(rank, "checkpoint_failed", 60, error="No space left on device")
+        trial.check.poll(1, 0)
+    ((name, alert),) = trial.alerts.open().items()
+    assert (name, alert["level"]) == ("checkpoint-save", "crit")
+    assert alert["text"] == "a save failed: No space left on device; newest checkpoint: step 40"
+    trial.alerts.clear_all("the attempt has ended")
+    trial.read(0, "resume", 40, attempt=2)
+    trial.check.poll(2, 0)
+    assert trial.alerts.open(), "attempt 2 has not saved yet"
+    trial.read(0, "checkpoint", 80, attempt=2)
+    trial.check.poll(2, 80)
+    assert not trial.alerts.open()
+    assert [each["kind"] for each in trial.events] == ["alert", "clear"]
+
+
+def test_a_failed_save_stays_an_alert_while_a_rank_has_recorded_no_later_save(tmp_path):
+    trial = Trial(tmp_path, load=False)
+    for rank, msg, open_alerts in (
+        (0, "checkpoint", 0), (1, "checkpoint_failed", 1), (0, "checkpoint_failed", 1),
+        (0, "checkpoint", 1), (1, "checkpoint", 0),
+    ):  # fmt: skip
+        trial.read(rank, msg, 60)
+        trial.check.poll(1, 60)
+        assert len(trial.alerts.open()) == open_alerts
 
 
 def test_without_a_thread_no_check_is_waited_for(tmp_path):
