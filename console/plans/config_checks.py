@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.machinery import PathFinder
@@ -16,6 +17,7 @@ from typing import Any
 
 from console import access
 from console.model import Result
+from console.plan import Phase
 from console.plans import gates, gpu_checks, launch_facts, sweep
 from console.plans.case import Case, Found
 from console.plans.gate_check import RESUME
@@ -45,17 +47,21 @@ def program(case: Case) -> Found:
         found = f"phase {phase.name!r}: there is no"
         if phase.script and not Path(phase.script).is_file():
             return "fail", f"{found} script {phase.script}; correct 'script' in the plan"
-        if not phase.script and not _is_there(phase.module):
+        if not phase.script and not _is_there(phase):
             return "fail", f"{found} module {phase.module}; install it, or correct 'module'"
     named = dict.fromkeys(phase.script or phase.module for phase in case.plan.phases)
     return "pass", ", ".join(named)
 
 
-def _is_there(module: str) -> bool:
-    """Returns whether a module can be found, without an import of its packages."""
-    top, *parts = module.split(".")
+def _is_there(phase: Phase) -> bool:
+    """Returns whether the module of a phase can be found, without an import of its packages.
+
+    The ranks of a foreign program search the working directory first.
+    """
+    top, *parts = phase.module.split(".")
+    folders = [] if phase.is_ours else [str(Path.cwd()), *sys.path]
     try:
-        spec = importlib.util.find_spec(top)
+        spec = PathFinder.find_spec(top, folders) or importlib.util.find_spec(top)
     except (ImportError, ValueError):
         return False
     for part in parts:

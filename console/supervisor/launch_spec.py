@@ -229,8 +229,8 @@ def host_facts() -> dict[str, Any]:
 
 
 def code_folder(phase: Phase) -> Path:
-    """Returns the folder of a phase's script, or this project's folder for a module."""
-    return Path(phase.script).absolute().parent if phase.script else PROJECT
+    """Returns this project's folder, or that of a foreign script, or else the working directory."""
+    return PROJECT if phase.is_ours else Path(phase.script).parent
 
 
 def changed_words(former: Mapping[str, Any], git: Mapping[str, Any]) -> str:

@@ -88,6 +88,30 @@ def test_a_sweep_whose_variants_have_the_same_value_is_refused(tmp_path):
     assert row("config one b", tmp_path, {"train.steps": "30"}, phase=library)[0] == "pass"
 
 
+@pytest.mark.parametrize("package", ["mine", "console"])
+def test_a_module_of_the_working_directory_is_found_as_the_ranks_find_it(
+    tmp_path, monkeypatch, package
+):
+    """The working directory is first in the path of a foreign program, and not in that of ours."""
+
+    def found(module: str) -> tuple[str, str]:
+        phases = [{"name": "one", "module": module}]
+        return config_checks.program(
+            Case(plan.parse({"name": "x", "phases": phases}, ""), tmp_path)
+        )
+
+    missing = f"phase 'one': there is no module {package}.start; install it, or correct 'module'"
+    assert found(f"{package}.start") == ("fail", missing)
+    for name in (package, "trainers"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+        (tmp_path / name / "start.py").touch()
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    monkeypatch.chdir(tmp_path)
+    assert found(f"{package}.start") == ("pass", f"{package}.start")
+    assert found(f"{package}.other")[0] == found("trainers.start")[0] == "fail"
+
+
 @pytest.mark.parametrize("pattern", ["/absolute/*.md", "**x"])
 def test_a_check_that_cannot_be_made_fails_by_name(tmp_path, pattern):
     sets = {"data.source": "text", "data.path": str(tmp_path), "data.pattern": pattern}

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from console import plan
 from console.settings_file import Settings
 from console.sources import process
 from console.supervisor import launch_spec, program
@@ -284,6 +285,16 @@ def test_no_child_of_git_stays(tmp_path, monkeypatch):
     while process.state(int(pid.read_text())) not in (process.GONE, "Z"):
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("program", "folder"),
+    [({}, launch_spec.PROJECT), ({"module": "trainers.fsdp"}, launch_spec.PROJECT),
+     ({"module": "mine.train"}, Path()), ({"script": "/code/train.py"}, Path("/code"))],
+)  # fmt: skip
+def test_the_commit_is_that_of_the_code_that_runs(program, folder):
+    given = plan.parse({"name": "x", "phases": [{"name": "one", **program}]}, "test")
+    assert launch_spec.code_folder(given.phases[0]) == folder
 
 
 @pytest.mark.parametrize("action", ["proceed", "halt"])
