@@ -7,7 +7,7 @@ that is not a JSON object.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from console.sources.assembly import Assembly
 from console.sources.json_documents import Document
 from console.sources.launch_documents import launch_state
 from console.sources.launches import is_launch, launch_id, launch_of, run_directories
-from console.sources.reducer import Reducer
+from console.sources.reducer import LatestRecords, Reducer
 from console.sources.run_records import Reads, RunRecords
 from console.sources.series import Series
 from console.sources.summary import Summary
@@ -60,6 +60,11 @@ class RunSource:
     def reducer(self) -> Reducer:
         """The reducer of the run that was read last, or an empty reducer if no run was read."""
         return self._records.reducer if self._records is not None else Reducer(Series())
+
+    @property
+    def heads(self) -> Mapping[int, LatestRecords]:
+        """The newest records of each rank, as in `RunRecords.heads`; {} if no run was read."""
+        return self._records.heads if self._records is not None else {}
 
     @property
     def series(self) -> Series:

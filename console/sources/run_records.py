@@ -58,7 +58,11 @@ class RunRecords:
         only_ends = reads == "end" or (reads == "recent" and not self.has_snapshot)
         self.files = RecordFiles(run, RECENT_BYTES if only_ends else None, self.reducer.cursors)
         self.attempt = 1
-        """The present attempt; `heads` has the records of this attempt."""
+        """The present attempt; `heads` has the records of this attempt.
+
+        In a run by hand, each start of a program with `join` is attempt 1. `heads` then has only
+        ranks of the newest start.
+        """
         self.heads: Mapping[int, LatestRecords] = {}
         self.samples: Mapping[str, dict[str, Any]] = {}
         """The newest samples by host, without those of an earlier attempt."""
@@ -86,7 +90,8 @@ class RunRecords:
         for batch in self.files.poll(limit_bytes, ranks):
             self.reducer.add(batch, ranks, attempt)
         self.attempt = self.reducer.attempt(attempt)
-        self.heads = self.reducer.heads(self.attempt)
+        heads = self.reducer.heads(self.attempt)
+        self.heads = heads if world else _of_newest_start(heads)
         self.samples = self.reducer.samples(self.attempt)
         each = self.samples.values()
         self.gpus = tuple(gpu for sample in each for gpu in _gpus(sample))
@@ -131,6 +136,13 @@ class RunRecords:
             at = max((figure.at for figure in found.values()), default=0.0)
             found["stalls"] = Figure(float(events.stalls), "", "all attempts", at)
         return found
+
+
+def _of_newest_start(heads: Mapping[int, LatestRecords]) -> Mapping[int, LatestRecords]:
+    """Returns the ranks whose last record has as many ranks (`world`) as the newest record."""
+    newest = max((head.last for head in heads.values()), key=lambda each: each["ts"], default={})
+    world = newest.get("world")
+    return {rank: head for rank, head in heads.items() if head.last.get("world") == world}
 
 
 def _gpus(sample: Mapping[str, Any]) -> Iterator[Gpu]:

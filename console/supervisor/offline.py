@@ -134,7 +134,7 @@ class OfflineRun:
         return self._readings(run, state)
 
     def _readings(self, run: Path, state: RunState) -> Readings:
-        heads = self._source.reducer.heads(state.attempt)
+        heads = self._source.heads
         pulsed = tuple(
             seen for rank in state.ranks
             if (seen := _pulsed(rank, heads.get(rank.rank, NO_RECORDS)))

@@ -150,6 +150,23 @@ def test_an_ended_run_shows_its_last_verdict(stalled):
     assert found["age_s"] > 0
 
 
+def test_a_second_start_by_hand_with_fewer_ranks_does_not_wait_for_a_rank_of_the_first(tmp_path):
+    """Both ranks were killed; a program with `join` has attempt 1 in each start by hand."""
+    run = tmp_path / "run"
+    run.mkdir(mode=0o700)
+    for step in range(1, 15):
+        for rank in (0, 1):
+            directory.beat(run, rank, step, world=2, ts=time.time() - 1000 + step)
+    assert RunSource(run).poll().world == 2
+    for step in range(1, 41):
+        directory.beat(run, 0, step, world=1)
+    found = offline.diagnosis(run)
+    assert (found.outlook, [each.rank for each in found.ranks]) == ("no stall", [0]), found
+    directory.beat(run, 0, 40, "exit", world=1, exit_code=0)
+    state = RunSource(run).poll()
+    assert (state.state, state.world) == ("completed", 1)
+
+
 def test_a_plan_that_waits_for_its_operator_says_so(tmp_path):
     launch = directory.launch(tmp_path)
     directory.run(launch / "0-first", state="completed")
