@@ -70,9 +70,9 @@ def lost_peer(text: str) -> bool:
 
 
 def out_of_memory(text: str, code: int | None = None) -> str:
-    """Returns a text on an out-of-memory error, with advice, or "" for another error.
+    """Returns a text on an out-of-memory error, or "" for another error.
 
-    Exit code 11 means out of memory, whatever the text.
+    `code` is an exit code of our trainers: 11 means out of memory, whatever the text.
     """
     is_host = _HOST_MEMORY.search(text) and not re.search(r"CUDA|HIP|GPU", text)
     where = "host " if is_host else "GPU " if _GPU_MEMORY.search(text) else ""
@@ -80,7 +80,7 @@ def out_of_memory(text: str, code: int | None = None) -> str:
         return ""
     found = _REQUESTED.search(text)
     requested = f": asked for {found[1]}" if found else ""
-    return f"out of {where}memory{requested}; {OOM_ADVICE}"
+    return f"out of {where}memory{requested}"
 
 
 def is_permanent(text: str) -> bool:
@@ -123,11 +123,18 @@ class RankEnd:
     """Why the exit code in the exit record is not accepted, or "" if there is no doubt."""
     phase: str = ""
     """The phase in the last pulse or the exit record, or "" if the phase is not known."""
+    is_ours: bool = True
+    """False for a rank of a foreign program."""
 
     @property
     def unknown(self) -> bool:
         """True if no exit code, no signal and no error of the rank is known."""
         return self.code is None and self.signal is None and not self.error
+
+    @property
+    def known_code(self) -> int | None:
+        """The exit code, or None for a foreign program, whose codes have no known meaning."""
+        return self.code if self.is_ours else None
 
     @property
     def error_words(self) -> str:
@@ -146,7 +153,7 @@ class RankEnd:
     @property
     def lost_peer(self) -> bool:
         """True if a collective failed or a peer was lost, and no signal except SIGABRT is known."""
-        found = self.code == COLLECTIVE or lost_peer(f"{self.error} {self.log}")
+        found = self.known_code == COLLECTIVE or lost_peer(f"{self.error} {self.log}")
         return found and self.signal in (None, "SIGABRT")
 
     @property
@@ -174,13 +181,13 @@ class RankEnd:
         if self.unknown:
             last = f"its last record says {self.last_record}" if self.last_record else "no record"
             return f"{who} ended{at}; exit code not available; {last}"
-        memory = out_of_memory(self.error_words, self.code)
-        named = NAMED_CODES.get(self.code or 0, "")
+        memory = out_of_memory(self.error_words, self.known_code)
+        named = NAMED_CODES.get(self.known_code or 0, "")
         reason = memory or self.error_words or named or self._no_reason()
         place = f" ({self.place})" if self.place else ""
         code = f" (code {self.code})" if self.code else ""
-        what, then, advice = reason.partition("; ") if memory else (reason, "", "")
-        return f"{who}: {what}{place}{at}{code}{then}{advice}"
+        advice = f"; {OOM_ADVICE}" if memory and self.is_ours else ""
+        return f"{who}: {reason}{place}{at}{code}{advice}"
 
     def _no_reason(self) -> str:
         last = f" its last record says {self.last_record}," if self.last_record else ""

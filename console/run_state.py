@@ -282,7 +282,7 @@ def _culprit_words(facts: Facts, end: RankEnd) -> str:
 
 def _has_named_error(facts: Facts) -> bool:
     end = facts.culprit()
-    return end is not None and not end.signal and (bool(end.error) or end.code in NAMED_CODES)
+    return end is not None and not end.signal and (bool(end.error) or end.known_code in NAMED_CODES)
 
 
 def _between_words(facts: Facts) -> str:

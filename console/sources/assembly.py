@@ -71,11 +71,14 @@ class Assembly:
         others = (self.records.state_event, self._status, self._recorded_end())
         known = [each for each in others if not liveness.is_written_soon(supervisor, each)]
         self._newest = liveness.with_newest_state(supervisor, *known)
-        behind = self.records.files.behind_bytes > 0
+        self._described = self.run_json or self.env  # a training by hand has only env.json
+        is_legacy, behind = self.records.files.is_legacy, self.records.files.behind_bytes > 0
+        self._is_ours = is_legacy or bool(self._described.get("settings"))
         self._state: State
         self._state, self._why = decide(
             liveness.facts(
-                self._newest, self.run_json, self.records.heads, behind, self.trouble, self._moved
+                self._newest, self.run_json, self.records.heads, self._is_ours, behind,
+                self.trouble, self._moved,
             )
         )  # fmt: skip
         self._has_ended = self._state in liveness.ENDED
@@ -95,9 +98,7 @@ class Assembly:
         records, supervisor, run_json = self.records, self._newest, self.run_json
         ranks = read_ranks(supervisor, run_json, records, self._live, self._has_ended)
         step = newest_step(supervisor, ranks, records)
-        described = run_json or self.env  # a training by hand has only env.json
-        planned = json_documents.planned_steps(described)
-        is_legacy = records.files.is_legacy
+        planned = json_documents.planned_steps(self._described)
         return RunState(
             id=self._id, path=str(self.run), state=self._state, why=self._why,
             since_ts=liveness.since_ts(supervisor, self._state, records.heads),
@@ -106,7 +107,7 @@ class Assembly:
             world=len(ranks), step=step, steps_planned=planned, eta_s=self._eta_s(step, planned),
             data_age_s=None if self._has_ended else data_age_s(ranks, records),
             ranks=ranks, gpus=own_gpus(run_json, records.gpus),
-            figures=records.figures(loss_unit(described.get("settings") or is_legacy)),
+            figures=records.figures(loss_unit(self._is_ours)),
             alerts=self._alerts(), verdict=self._verdict(),
             gates=self._gates, bounds=json_documents.bounds(run_json),
             armed=self._policy("armed"), armed_short=self._policy("armed_short"),

@@ -167,20 +167,21 @@ def _age_words(ts: float | None) -> str:
 
 
 def facts(
-    supervisor: Record, run: Record, heads: Mapping[int, LatestRecords], behind: bool = False,
-    trouble: str = "", moved: str = "",
+    supervisor: Record, run: Record, heads: Mapping[int, LatestRecords], is_ours: bool,
+    behind: bool = False, trouble: str = "", moved: str = "",
 ) -> Facts:  # fmt: skip
     """Returns the facts that a reader can observe about a run.
 
     `supervisor` is supervisor.json with its newest state. Without such a document it is the entry
-    of the run in plan_state.json, or {}; `trouble` may then say why. `run` is run.json. `behind`
-    says that some records have not been read. `moved` is a sentence if the directory is a copy or
-    was moved. Processes in the documents of such a directory do not count as alive.
+    of the run in plan_state.json, or {}; `trouble` may then say why. `run` is run.json. `is_ours`
+    is False for a foreign program. `behind` says that some records have not been read. `moved` is a
+    sentence if the directory is a copy or was moved. Processes in the documents of such a directory
+    do not count as alive.
     """
     records = [head.last for head in heads.values()]
     has_exited = all(record.get("msg") == "exit" for record in records)
     over = bool(heads) and len(heads) >= (jsonl.integer(run, "world") or 0) and has_exited
-    ends = _ends(supervisor, heads) if over else []
+    ends = _ends(supervisor, heads, is_ours) if over else []
     return Facts(
         is_reader=True, view=_view(supervisor, run, heads, behind, trouble, moved), spawned=True,
         over=over and jsonl.text(supervisor, "state") != "restarting", ends=ends,
@@ -212,7 +213,7 @@ def _view(
     )  # fmt: skip
 
 
-def _ends(supervisor: Record, heads: Mapping[int, LatestRecords]) -> list[RankEnd]:
+def _ends(supervisor: Record, heads: Mapping[int, LatestRecords], is_ours: bool) -> list[RankEnd]:
     """Returns the ends of ranks.
 
     A signal, or a code other than 0, that the supervisor observed overrides the exit record. An
@@ -230,7 +231,9 @@ def _ends(supervisor: Record, heads: Mapping[int, LatestRecords]) -> list[RankEn
         seen = jsonl.integer(observed, "code")
         known = None if signal else seen or (seen if code is None else code)
         doubt = "" if signal or known is not None else NO_CODE
-        ends.append(RankEnd(rank, known, signal, record["step"], error, late=True, doubt=doubt))
+        step = record["step"]
+        end = RankEnd(rank, known, signal, step, error, late=True, doubt=doubt, is_ours=is_ours)
+        ends.append(end)
     return ends
 
 

@@ -67,7 +67,7 @@ class Attempt:
         self._sampler = Sampler(services.nvml, live.pulse, run.own_gpus)
         self._begun = time.monotonic()
         self._pulses = LastPulses(live, partial(context.reducer.summary.take_end, number))
-        self._ends = Ends(self.tree, self._heads, self._pulses)
+        self._ends = Ends(self.tree, self._heads, self._pulses, context.phase.is_ours)
         self._checkpoint_step: int | None = 0
         self._caught_up, self._cut_short = former is None, False
         self._sampled = self._ended_at = self._records_at = 0.0

@@ -30,9 +30,10 @@ class Ends:
     """
 
     def __init__(
-        self, tree: Tree, heads: Callable[[], Mapping[int, LatestRecords]], pulses: LastPulses
-    ):
-        self._tree, self._heads, self._pulses = tree, heads, pulses
+        self, tree: Tree, heads: Callable[[], Mapping[int, LatestRecords]], pulses: LastPulses,
+        is_ours: bool,
+    ):  # fmt: skip
+        self._tree, self._heads, self._pulses, self._is_ours = tree, heads, pulses, is_ours
         self.crashes: Mapping[int, Crash] = {}
         self._oom_before = procfs.oom_counts()
 
@@ -41,7 +42,8 @@ class Ends:
         step = self._pulses.step(worker.rank, worker.handle.pid)
         head = self._heads().get(worker.rank, NO_RECORDS)
         found = end_of(worker, head, self.crashes.get(worker.rank), step)
-        return replace(found, phase=self._pulses.phase(worker.rank, found.step) or found.phase)
+        phase = self._pulses.phase(worker.rank, found.step) or found.phase
+        return replace(found, phase=phase, is_ours=self._is_ours)
 
     def so_far(self) -> list[RankEnd]:
         """Returns a `RankEnd` for each rank that has ended so far."""

@@ -42,6 +42,11 @@ class NextAttempt:
     wait_s: float
     origin: str
 
+    def sentence(self, number: int, is_ours: bool) -> str:
+        """Returns when and how attempt `number` starts; a foreign program may ignore `origin`."""
+        how = f"from {self.origin}" if is_ours else "with the same command"
+        return f"attempt {number} starts in {self.wait_s:g} s {how}"
+
 
 def armed(
     action: str, text: str, has_memory: bool, ended: Sequence[AttemptEnd], policy: Restart,
@@ -144,4 +149,4 @@ def is_permanent(facts: Facts) -> bool:
     end = facts.culprit() if signature(facts) else None
     if end is None or end.signal or not end.error:
         return False
-    return end.code == rank_end.CONFIGURATION or rank_end.is_permanent(end.error)
+    return end.known_code == rank_end.CONFIGURATION or rank_end.is_permanent(end.error)

@@ -322,7 +322,7 @@ class Run:
         if isinstance(again, str):
             return self._conclude(state, f"{why}; {again}" if again else why)
         self._next_at = time.monotonic() + again.wait_s
-        text = f"attempt {self.number + 1} starts in {again.wait_s:g} s from {again.origin}"
+        text = again.sentence(self.number + 1, self.phase.is_ours)
         return self._become(*decide(Facts(previous_end=why, next_attempt=text)))
 
     def _become(self, state: State, why: str) -> None:

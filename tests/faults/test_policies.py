@@ -39,7 +39,7 @@ def test_a_run_that_always_dies_is_given_up_after_waits_that_double(scene, begin
     for now, after in itertools.pairwise(changes):
         if now["state"] == "restarting":
             waits.append(BACKOFF_S * 2 ** len(waits))
-            says = f"attempt {len(waits) + 1} starts in {waits[-1]:g} s from the start of the run"
+            says = f"attempt {len(waits) + 1} starts in {waits[-1]:g} s with the same command"
             assert says in now["text"]
             assert after["mono"] - now["mono"] >= waits[-1]
     assert waits == [0.5, 1.0, 2.0]

@@ -237,6 +237,17 @@ def test_without_a_supervisor_exit_records_count(launch, run, last, halted, expe
 
 
 @pytest.mark.parametrize(
+    ("settings", "says"),
+    [({"train.steps": {"value": 9}}, "rank 0: out of memory at step 9 (code 11); lower train."),
+     ({}, "rank 0: SystemExit: 11 at step 9 (code 11)")],
+)  # fmt: skip
+def test_an_exit_code_of_a_foreign_program_has_no_meaning(launch, run, settings, says):
+    gone(run, reason="SystemExit: 11", exit_code=11)
+    directory.change(run / rundir.RUN, settings=settings)
+    assert RunSource(launch).poll().why.startswith(says)
+
+
+@pytest.mark.parametrize(
     ("seen", "words"),
     [
         ({"code": 7, "signal": None}, "(code 7)"),

@@ -65,6 +65,14 @@ def test_an_exception_is_named_with_its_line_and_has_a_signature_without_its_ste
     assert end["signature"] == f"exit:1:ValueError: the batch of step # is broken:ends.py:{line}"
 
 
+def test_an_exit_code_of_a_foreign_program_is_not_one_of_our_trainers(begin, tmp_path):
+    script = tmp_path / "left.py"
+    script.write_text("import sys\nsys.exit(14)\n")
+    state, why, end = last_end(begin({"name": "one", "script": str(script)}, nproc=1, shell=STUB))
+    assert (state, end["hopeless"]) == ("crashed", False)
+    assert why == "rank 0: no reason recorded, see the log of rank 0 (code 14)"
+
+
 def test_a_rank_that_died_while_torchrun_is_stopped_is_dead_and_not_alive(ending):
     started = ending("wait")
     started.wait_steps(2)

@@ -59,6 +59,19 @@ def test_a_run_is_restarted(ended, policy):
     assert isinstance(restart.next_attempt(ended, policy), NextAttempt)
 
 
+@pytest.mark.parametrize(
+    ("checkpoint", "is_ours", "says"),
+    [
+        (0, True, "from the start of the run"), (20, True, "from the checkpoint of step 20"),
+        (0, False, "with the same command"), (20, False, "with the same command"),
+    ],
+)  # fmt: skip
+def test_where_a_foreign_program_continues_is_not_known(checkpoint, is_ours, says):
+    again = restart.next_attempt([crashed(checkpoint)], CRASH)
+    assert isinstance(again, NextAttempt)
+    assert again.sentence(2, is_ours) == f"attempt 2 starts in 10 s {says}"
+
+
 def test_the_back_off_doubles_without_progress_and_begins_anew_with_it():
     ended = [crashed()]
     waits = []
@@ -90,7 +103,7 @@ def test_a_killed_rank_begins_a_new_attempt_with_its_own_logs_and_records(begin,
         lambda: [e for e in started.events(0) if e.get("state") == "restarting"]
     )
     assert "rank 1 was killed by SIGKILL" in waiting["text"]
-    assert "attempt 2 starts in 0.5 s from the start of the run" in waiting["text"]
+    assert "attempt 2 starts in 0.5 s with the same command" in waiting["text"]
     again = started.wait(lambda: (s := started.state())["attempt"] == 2 and s["workers"] and s)
     assert "restart, 1 left" in again["armed"]
     assert again["armed_short"].endswith(" ↻1")
