@@ -76,6 +76,8 @@ class RankEvidence:
     """Number of steps with a non-finite loss according to the pulse, or -1 if not known."""
     records: int = 0
     """Number of the newest record that the rank queued according to the pulse, 0 without one."""
+    idle_s: float = 0.0
+    """Time since the process used the CPU, for a rank without a pulse; 0 if it is not known."""
     start_ticks: int | None = None
     """The start time of the process (clock ticks), which shows whether the pid was reused."""
 
@@ -117,13 +119,16 @@ def with_records(
     )  # fmt: skip
 
 
-def with_unjoined(ranks: Sequence[RankEvidence]) -> tuple[RankEvidence, ...]:
+def with_unjoined(ranks: Sequence[RankEvidence], watch: Watch) -> tuple[RankEvidence, ...]:
     """Returns the ranks of a foreign program, with a doubt for ranks that did not call `join`.
 
-    While a rank is in start-up or in its first step, it may wait for a rank that has not called
-    `join` yet. Then no rank gets the doubt.
+    No rank gets the doubt while it may be the cause of a stall in start-up: while a rank that has
+    joined waits there or in its first step, or, if none has joined, while a rank uses no CPU.
     """
-    if any(each.phase and each.step <= each.first_step for each in ranks):
+    joined = [each for each in ranks if each.phase]
+    if any(each.step <= each.first_step for each in joined):
+        return tuple(ranks)
+    if not joined and any(each.idle_s > watch.startup_s for each in unfinished(ranks)):
         return tuple(ranks)
     return tuple(
         each if each.phase or each.doubt else replace(each, doubt="unjoined") for each in ranks

@@ -122,7 +122,7 @@ class Monitor:
         `ending` says why the ranks end or have ended, or is "". With `ending`, `seen` is empty and
         no action is due. `unread` says why the records cannot confirm the pulses, or is "".
         """
-        seen = seen if self._run.settings else with_unjoined(seen)
+        seen = seen if self._run.settings else with_unjoined(seen, self._watch)
         self._ending, unchanged = ending, self._unchanged(seen)
         if seen or ending:
             self._diagnose(seen, halting)
@@ -224,10 +224,10 @@ class Monitor:
             self._alerts.clear(PULSE, "no pulse is in doubt")
 
     def _check_joined(self, unjoined: Sequence[RankEvidence]) -> None:
-        """Raises an alert if ranks have not called `join` within `startup_s`."""
+        """Raises an alert if ranks use the CPU after `startup_s`, but have not called `join`."""
         if not unjoined:
             self._alerts.clear(UNJOINED, "no running rank is without join")
-        elif unjoined[0].unchanged_s > self._watch.startup_s:
+        elif any(each.unchanged_s - each.idle_s > self._watch.startup_s for each in unjoined):
             then = "their steps are not known, and no stall of these ranks is detected"
             self._alerts.raise_(UNJOINED, f"{unusable_pulses(unjoined)}: {then}")
 

@@ -21,6 +21,9 @@ from console.supervisor.process_tree import Worker
 from trainers.contract import VERSION, rundir
 from trainers.contract.pulse import Pulse
 
+BUSY_PCT = 3.0
+"""A process that uses less of a CPU core between two samples is idle."""
+
 
 class Sampler:
     """Makes the records of `samples_{host}.jsonl`, and the evidence for a verdict."""
@@ -32,6 +35,8 @@ class Sampler:
         """`own_gpus` returns those GPUs of this host that the ranks use."""
         self._nvml, self._read_pulse, self._own_gpus = nvml, read_pulse, own_gpus
         self._meter = process.Meter()
+        self._busy_at: dict[int, float] = {}
+        """When each process was last seen not to be idle (monotonic time), by pid."""
         self._host = rundir.host_name()
         self.disk: Mapping[str, float] = {}
         self.csv: Progress | None = None
@@ -72,6 +77,8 @@ class Sampler:
         use = self._meter.sample(pid) if worker.over_ts is None else ended
         # /proc shows the main thread; only the pidfd shows whether the process has ended.
         state = "?" if worker.over_ts is None and use.state in ("Z", "X") else use.state
+        if use.cpu_pct is None or use.cpu_pct >= BUSY_PCT:
+            self._busy_at[pid] = now
         found = self._read_pulse(worker.rank)
         if found is not None and found.pid != pid:
             found = None
@@ -84,7 +91,7 @@ class Sampler:
             p99_s = head.pace.p99_s()
             return row, RankEvidence(
                 worker.rank, pid, state, 0, "", now - begun, p99_s=p99_s, doubt=doubt,
-                start_ticks=worker.handle.start_ticks,
+                start_ticks=worker.handle.start_ticks, idle_s=now - self._busy_at.get(pid, now),
             )  # fmt: skip
         since_s, age_s = max(0.0, now - found.since), max(0.0, now - found.beat)
         row["pulse"] = {

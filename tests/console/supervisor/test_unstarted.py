@@ -43,22 +43,39 @@ def test_a_torchrun_without_ranks_alerts_until_it_starts_them(begin, tmp_path):
     assert started.wait_end()["phases"][0]["state"] == "halted"
 
 
-def test_a_program_that_does_not_call_join_is_not_stalled(begin, tmp_path):
-    program, go = tmp_path / "plain.py", tmp_path / "go"
+def begin_plain(begin, folder, busy_ranks: str, startup_s: float):
+    """Starts two ranks that never call `join`. They compute or sleep until the file `go` exists."""
+    program = folder / "plain.py"
     program.write_text(
-        f"import os, time\nwhile not os.path.exists({str(go)!r}):\n    time.sleep(0.05)\n"
+        f"import os, time\nwhile not os.path.exists({str(folder / 'go')!r}):\n"
+        f"    sum(range(10_000)) if os.environ['RANK'] in {busy_ranks!r} else time.sleep(0.5)\n"
     )
-    started = begin(
+    return begin(
         {"name": "one", "script": str(program), "nproc": 2},
-        watch={"startup_s": 1, "stall_floor_s": 60}, shell=STUB,
+        watch={"startup_s": startup_s, "stall_floor_s": 60, "grace_s": 1}, shell=STUB,
     )  # fmt: skip
+
+
+def test_a_program_that_does_not_call_join_and_uses_the_cpu_is_not_stalled(begin, tmp_path):
+    started = begin_plain(begin, tmp_path, "01", 1)
     (alert,) = started.wait(lambda: started.alerts("not-joined"))
     assert alert["level"] == "warn"
     assert alert["text"].startswith("ranks 0-1 did not call join: their steps are not known")
     assert started.state()["state"] == "starting"
-    go.touch()
+    (tmp_path / "go").touch()
     assert started.wait_end()["phases"][0]["state"] == "completed"
     assert (started.alerts("stall"), started.state()["stalls"]) == ([], 0)
+
+
+@pytest.mark.parametrize("busy_ranks", ["", "1"])
+def test_a_rank_that_did_not_call_join_and_uses_no_cpu_is_a_stall(begin, tmp_path, busy_ranks):
+    """A rank that uses no CPU waits, for example for a rank that builds an index."""
+    started = begin_plain(begin, tmp_path, busy_ranks, 4)
+    (alert, *_) = started.wait(lambda: started.alerts("stall"))
+    assert "stalled in start-up (no pulse)" in alert["text"]
+    assert started.state()["state"] == "stalled"
+    (tmp_path / "go").touch()
+    assert started.wait_end()["phases"][0]["state"] == "completed"
 
 
 def begin_hanging(begin, folder, hangs: str, after: str = ""):
