@@ -29,11 +29,13 @@ RAN_SHARE = 0.025
 """A main thread that is blocked between the samples uses less than this share of a core."""
 ALONE_SHARE = 0.8
 """Least share of a process's CPU time that its main thread uses if no other thread computes."""
-GIL_WAITS_PER_S, WATCHER_PER_S, GIL_HELD_PER_S = 4.0, (5.0, 21.0), 120.0
+GIL_WAITS_PER_S, NATIVE_WAITS_PER_S = 4.0, 1.0
+WATCHER_PER_S, GIL_HELD_PER_S = (5.0, 21.0), 120.0
 """Numbers of waits per second. A main thread that runs Python code waits at least
-`GIL_WAITS_PER_S` times, because it passes the GIL to the contract's watcher thread. A watcher that
-never waits for the GIL is within `WATCHER_PER_S`, because it polls 20 times a second. A watcher
-that asks for the GIL every 5 ms and never gets it waits at least `GIL_HELD_PER_S` times."""
+`GIL_WAITS_PER_S` times, because it passes the GIL to the contract's watcher thread. In native code
+it waits at most `NATIVE_WAITS_PER_S` times, for example for memory or to write a dump. A watcher
+that never waits for the GIL is within `WATCHER_PER_S`, because it polls 20 times a second. A
+watcher that asks for the GIL every 5 ms and never gets it waits at least `GIL_HELD_PER_S` times."""
 OWN_WAITS = ("lock", "pipe", "child", "timer", "disk")
 """Kinds of system calls that count as a wait of the rank itself, not as a wait for its peers."""
 FOR_PEERS = ("peers", "device", "none")
@@ -144,7 +146,8 @@ class Suspect:
         if own >= GIL_WAITS_PER_S:
             return True
         most, (low, high) = max(waits.values(), default=0.0), WATCHER_PER_S
-        return False if own == 0 and (low <= most <= high or most >= GIL_HELD_PER_S) else None
+        is_quiet = own <= NATIVE_WAITS_PER_S
+        return False if is_quiet and (low <= most <= high or most >= GIL_HELD_PER_S) else None
 
     @property
     def uses_a_core(self) -> bool:

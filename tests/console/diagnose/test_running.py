@@ -47,6 +47,7 @@ from tests.console.diagnose.stalled_ranks import (
         (0.0, (40.0,), "busy", "runs at 95% of a core", "medium"),  # the watcher waits for the GIL
         (0.0, (), "busy", "runs at", "medium"),  # there is no watcher
         (0.0, (0.0,), "busy", "runs at", "medium"),  # the watcher is blocked
+        (1.0, (20.0,), "native", "runs native code at 95% of a core", "high"),  # for its dump
         (1.5, (20.0,), "busy", "runs at", "medium"),
     ],
 )
