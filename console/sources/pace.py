@@ -119,8 +119,8 @@ class Pace:
         self.from_future = False
         """True if the time in the newest record is more than `RECORDS_LATE_S` after its read."""
         self._timed_steps = 0
-        self._second_s: float | None = None
-        """The time of the second step, which counts until a later step time is known."""
+        self._warm_up_s: float | None = None
+        """The time of the newest warm-up step, which counts until a later step time is known."""
         self._durations: dict[str, tuple[deque[float], list[float]]] = {}
         """Durations of each phase, in the order of arrival and sorted; the key "" is for steps."""
 
@@ -222,15 +222,15 @@ class Pace:
     def _take_durations(self, record: Mapping[str, Any], steps_s: list[float]) -> None:
         """Adds step times, and the longest time that each phase can have lasted in these steps.
 
-        The first `WARM_UP_STEPS` steps add no step times. A record contains the mean time of a
-        phase. In one of n steps the phase lasted at most n times the mean, and not longer than the
-        longest step. For a rank with a GPU only `fetch` is used; the other times are measured on
-        the GPU.
+        The first `WARM_UP_STEPS` steps count only until a later step time is known. A record
+        contains the mean time of a phase. In one of n steps the phase lasted at most n times the
+        mean, and not longer than the longest step. For a rank with a GPU only `fetch` is used; the
+        other times are measured on the GPU.
         """
         warm = steps_s[max(0, WARM_UP_STEPS - self._timed_steps) :]
         self._timed_steps += len(steps_s)
         if not warm:
-            self._second_s = steps_s[-1] if self._timed_steps == WARM_UP_STEPS else None
+            self._warm_up_s = steps_s[-1] if steps_s else self._warm_up_s
             return
         self._keep("", warm)
         for phase in ("fetch",) if "gpu_mem_reserved" in record else TIMED_PHASES:
@@ -254,7 +254,7 @@ class Pace:
         For a phase without times, and for the phase "", it is the percentile of the step times.
         """
         found = self._durations.get(phase) or self._durations.get("")
-        return self._second_s if found is None else _p99(found[1])
+        return self._warm_up_s if found is None else _p99(found[1])
 
 
 UNTIMED = Pace()

@@ -189,7 +189,7 @@ def test_a_resume_that_the_pulse_disproves_is_not_the_first_step():
         (5001, {"msg": "boot", "step": 0}),  # a foreign program does not record a resume
     ],
 )
-def test_a_step_has_the_limit_of_the_start_until_the_time_of_a_second_step_is_known(
+def test_a_step_has_the_limit_of_the_start_until_the_time_of_the_first_step_is_known(
     step_s, limit, first, begins
 ):
     told, watch, limits = Recorded(), Watch(), []
@@ -197,16 +197,16 @@ def test_a_step_has_the_limit_of_the_start_until_the_time_of_a_second_step_is_kn
     for step in range(first, first + 4):
         limits.append(limit_s(at(told, step), watch))
         told.take(record(step, steps_dt_s=[step_s]))
-    assert limits == [300.0, 300.0, limit, limit]
+    assert limits == [300.0, limit, limit, limit]
 
 
-def test_a_stall_right_after_a_resume_is_found_after_the_limit_of_the_start():
+def test_a_stall_right_after_a_resume_is_found():
     told, watch = Recorded(), Watch()
     told.take(record(5000, msg="resume"))
-    for step in (5001, 5002):
+    for step, limit in ((5001, 300.0), (5002, 100.0)):
         found = at(told, step)
-        assert diagnose([replace(found, unchanged_s=299.0)], watch, 1.8e9) is None
-        verdict = diagnose([replace(found, unchanged_s=301.0)], watch, 1.8e9)
+        assert diagnose([replace(found, unchanged_s=limit - 1)], watch, 1.8e9) is None
+        verdict = diagnose([replace(found, unchanged_s=limit + 1)], watch, 1.8e9)
         assert (verdict.rank, verdict.step) == (0, step)
         told.take(record(step, steps_dt_s=[20.0]))
 
