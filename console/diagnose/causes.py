@@ -33,9 +33,10 @@ GIL_WAITS_PER_S, NATIVE_WAITS_PER_S = 4.0, 1.0
 WATCHER_PER_S, GIL_HELD_PER_S = (5.0, 21.0), 120.0
 """Numbers of waits per second. A main thread that runs Python code waits at least
 `GIL_WAITS_PER_S` times, because it passes the GIL to the contract's watcher thread. In native code
-it waits at most `NATIVE_WAITS_PER_S` times, for example for memory or to write a dump. A watcher
-that never waits for the GIL is within `WATCHER_PER_S`, because it polls 20 times a second. A
-watcher that asks for the GIL every 5 ms and never gets it waits at least `GIL_HELD_PER_S` times."""
+that has released the GIL, it waits at most `NATIVE_WAITS_PER_S` times, for example to write a dump.
+A watcher that never waits for the GIL is within `WATCHER_PER_S`, because it polls 20 times a
+second. A watcher that asks for the GIL every 5 ms and never gets it waits at least
+`GIL_HELD_PER_S` times."""
 OWN_WAITS = ("lock", "pipe", "child", "timer", "disk")
 """Kinds of system calls that count as a wait of the rank itself, not as a wait for its peers."""
 FOR_PEERS = ("peers", "device", "none")
@@ -146,8 +147,8 @@ class Suspect:
         if own >= GIL_WAITS_PER_S:
             return True
         most, (low, high) = max(waits.values(), default=0.0), WATCHER_PER_S
-        is_quiet = own <= NATIVE_WAITS_PER_S
-        return False if is_quiet and (low <= most <= high or most >= GIL_HELD_PER_S) else None
+        is_free = own <= NATIVE_WAITS_PER_S and low <= most <= high
+        return False if is_free or most >= GIL_HELD_PER_S else None
 
     @property
     def uses_a_core(self) -> bool:

@@ -44,6 +44,13 @@ from tests.console.diagnose.stalled_ranks import (
         (25.0, (60.0,), "busy", "runs Python code at 95% of a core", "high"),
         (0.0, (20.0,), "native", "runs native code at 95% of a core", "high"),
         (0.0, (190.0,), "native", "runs native code at 95% of a core", "high"),  # holds the GIL
+        (
+            3.0,
+            (190.0,),
+            "native",
+            "runs native code at 95% of a core",
+            "high",
+        ),  # and waits for memory
         (0.0, (40.0,), "busy", "runs at 95% of a core", "medium"),  # the watcher waits for the GIL
         (0.0, (), "busy", "runs at", "medium"),  # there is no watcher
         (0.0, (0.0,), "busy", "runs at", "medium"),  # the watcher is blocked
