@@ -317,7 +317,8 @@ def adopt(path: Path, sure: bool = False, root: Path = launches.ROOT) -> str:
     if top is None:
         raise RefusedError(f"{path} belongs to no launch, so no supervisor can adopt it")
     launches.check_in_place(top)
-    rest_of_launch.check_adoptable(top, root)
+    if not sure:
+        rest_of_launch.check_adoptable(top, root)
     return f"a new supervisor has adopted {launcher.adopt(top, settings_file.load(), sure)}"
 
 

@@ -186,7 +186,10 @@ def check_adoptable(top: Path, root: Path) -> None:
     """
     text = continued_words(top, root)
     if text and not any(map(liveness.living_in, launches.run_directories(top))):
-        raise RefusedError(f"{text}, so no supervisor was started; act on that launch")
+        raise RefusedError(
+            f"{text}, so no supervisor was started; act on that launch, or add --yes to adopt "
+            "this one"
+        )
 
 
 def _with_operator_flags(

@@ -226,7 +226,8 @@ def lost_steps(step: int, saved: int, reports: bool) -> str:
 def stop_cost(step: int, saved: int, reports: bool, phase: str) -> str:
     """Returns what a stop costs a run stalled in `phase`, or "" if not known; see `lost_steps`."""
     lost = lost_steps(step, saved, reports)
-    halts = {"save": "loses no step, but waits for the end of this save"}
+    in_save = "loses no step, but waits for the end of this save"
+    halts = {"save": in_save, "halt": "was already requested"}
     halt = halts.get(phase, "saves first, but only when all ranks step again")
     return f"a stop costs {lost}" + f"; a halt {halt}" * reports if lost else ""
 

@@ -334,8 +334,9 @@ ADOPT = Command(
     "adopt", ACTIONS["adopt"].help, ("adopt latest",), (
         _run(),
         option("--yes", action="store_true",
-               help="adopt also after a reboot of the host, or if the former supervisor was in "
-               "another container; the new supervisor may then start the training again"),
+               help="adopt also after a reboot of the host, if the former supervisor was in "
+               "another container, or if another launch continues this one; the new supervisor "
+               "may then start the training again"),
     ), "Live ranks continue under the new supervisor. If the ranks have already exited,\n"
        "their records, pulses and logs decide the result of the run. If the phase passes\n"
        "its gates, the launch continues.\n",

@@ -77,7 +77,10 @@ class RankEvidence:
     records: int = 0
     """Number of the newest record that the rank queued according to the pulse, 0 without one."""
     idle_s: float = 0.0
-    """Time since the process used the CPU, for a rank without a pulse; 0 if it is not known."""
+    """Time since the process used the CPU, for a rank without a pulse; 0 if it is not known.
+
+    A process with child processes is not idle.
+    """
     start_ticks: int | None = None
     """The start time of the process (clock ticks), which shows whether the pid was reused."""
 
@@ -123,16 +126,32 @@ def with_unjoined(ranks: Sequence[RankEvidence], watch: Watch) -> tuple[RankEvid
     """Returns the ranks of a foreign program, with a doubt for ranks that did not call `join`.
 
     No rank gets the doubt while it may be the cause of a stall in start-up: while a rank that has
-    joined waits there or in its first step, or, if none has joined, while a rank uses no CPU.
+    joined waits there or in its first step, or, if none has joined, while a rank uses no CPU since
+    its start-up.
     """
     joined = [each for each in ranks if each.phase]
     if any(each.step <= each.first_step for each in joined):
         return tuple(ranks)
-    if not joined and any(each.idle_s > watch.startup_s for each in unfinished(ranks)):
+    idle = [each for each in unfinished(ranks) if each.idle_s > watch.startup_s]
+    if not joined and any(may_hang(each, watch) for each in idle):
         return tuple(ranks)
     return tuple(
         each if each.phase or each.doubt else replace(each, doubt="unjoined") for each in ranks
     )
+
+
+def unwatched(ranks: Sequence[RankEvidence], watch: Watch) -> tuple[RankEvidence, ...]:
+    """Returns the ranks that did not call `join` within `startup_s`, except those that may hang."""
+    late = [
+        each for each in ranks if each.doubt == "unjoined" and each.unchanged_s > watch.startup_s
+    ]
+    has_joined = len(late) < len(ranks)
+    return tuple(late) if has_joined or not all(may_hang(each, watch) for each in late) else ()
+
+
+def may_hang(rank: RankEvidence, watch: Watch) -> bool:
+    """Returns whether a rank that did not call `join` has used no CPU since its start-up."""
+    return rank.unchanged_s - rank.idle_s <= watch.startup_s
 
 
 def by_records(rank: int, head: LatestRecords, watch: Watch) -> RankEvidence:
@@ -147,6 +166,14 @@ def by_records(rank: int, head: LatestRecords, watch: Watch) -> RankEvidence:
     found = RankEvidence(rank, pid, "?", step, phase, age_s, p99_s=usual_s, first_step=0)
     is_unknown = head.pace.from_future and age_s <= limit_s(found, watch)
     return replace(found, doubt="future") if is_unknown else found
+
+
+def may_save(phase: str, is_ours: bool) -> bool:
+    """Returns whether a rank may be saving a checkpoint in `phase`.
+
+    The trainers of this project have saved before they enter `halt`.
+    """
+    return phase == "save" or (phase == "halt" and not is_ours)
 
 
 def limit_s(rank: RankEvidence, watch: Watch) -> float:

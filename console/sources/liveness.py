@@ -125,7 +125,9 @@ def with_newest_state(supervisor: Record, *others: Record | None) -> dict[str, A
         if ts is None or not newest_ts < ts <= latest_ts or state not in STATES:
             continue
         if state not in ENDED or _may_have_ended(supervisor):
-            newest, newest_ts = {"since_ts": ts, "verdict": None} | dict(other), ts
+            is_same = other.get("since_ts") == supervisor.get("since_ts")
+            verdict = supervisor.get("verdict") if is_same else None
+            newest, newest_ts = {"since_ts": ts, "verdict": verdict} | dict(other), ts
     fields = ("state", "why", "since_ts", "verdict")
     return dict(supervisor) | {key: newest[key] for key in fields if key in newest}
 

@@ -167,12 +167,15 @@ def visible(devices: str, uuids: Sequence[str]) -> list[int | None]:
 def _live_pulse(live: Path | None, sources: _Sources) -> Pulse | None:
     """Returns the pulse in shared memory of a rank's living process, or None if there is none.
 
-    A pulse file is ignored as a copy if the newest record is a progress record of a later step.
+    A pulse file is ignored as a copy if the newest record is a progress record of a later step, and
+    the pulse does not show its number. Steps may begin anew in each epoch.
     """
     found, pid = pulse.read(rundir.pulse(live, sources.rank)) if live else None, sources.pid
     if found is None or (pid and found.pid != pid):
         return None
-    if sources.record.get("msg") == "progress" and sources.record["step"] > found.step:
+    record = sources.record
+    is_known = 0 < (jsonl.integer(record, "n") or 0) <= found.records
+    if record.get("msg") == "progress" and record["step"] > found.step and not is_known:
         return None
     ticks, worker = rundir.start_ticks(found.pid), sources.worker
     is_reused = worker.get("pid") == found.pid and worker.get("start_ticks") not in (None, ticks)

@@ -235,12 +235,13 @@ class Reducer:
             heads[attempt] = LatestRecords(
                 self.summary.of_attempt(rank, attempt) or AttemptTotals()
             )
-            if self.timed:
-                heads[attempt].pace = Pace(self._live_since)
             if len(heads) > KEPT_HEADS:
                 del heads[min(heads.keys() - {present})]
         head = heads.get(attempt)
         if head is not None and (is_new or not head.has(record)):
+            if self.timed and (head.pace is UNTIMED or record["msg"] == "boot"):
+                # Each start by hand of a program with `join` is attempt 1.
+                head.pace = Pace(self._live_since)
             if self.timed:
                 head.pace.add(record, head.first_step, time.monotonic(), time.time())
             head.add(record)

@@ -12,10 +12,11 @@ from typing import Any
 
 from console.diagnose.rank_evidence import (
     ENDING_PHASES,
-    SAVING_PHASES,
     RankEvidence,
+    may_save,
     unfinished,
     unusable_pulses,
+    unwatched,
     why_unconfirmed,
     with_unjoined,
 )
@@ -100,7 +101,7 @@ class Monitor:
     def halt_answer(self) -> str:
         """Returns the answer to a halt for which `.HALT` is written."""
         if self.verdict:
-            saves = self.verdict.phase in SAVING_PHASES
+            saves = may_save(self.verdict.phase, bool(self._run.settings))
             return ".HALT is written; the run is stalled, so it halts only when " + (
                 "the save ends; stop loses the checkpoint that is being saved" if saves
                 else "all ranks make progress again; stop ends it now")  # fmt: skip
@@ -178,7 +179,7 @@ class Monitor:
 
     def _diagnose(self, seen: Sequence[RankEvidence], halting: bool) -> None:
         self._check_pulses([each for each in seen if each.doubt not in ("", "unjoined")])
-        self._check_joined([each for each in seen if each.doubt == "unjoined"])
+        self._check_joined(seen)
         found = diagnose(seen, self._watch, time.time(), COLLECTING)
         if found is not None and self.verdict is None:
             still_s = min(each.unchanged_s for each in unfinished(seen))
@@ -223,13 +224,13 @@ class Monitor:
         elif not doubtful:
             self._alerts.clear(PULSE, "no pulse is in doubt")
 
-    def _check_joined(self, unjoined: Sequence[RankEvidence]) -> None:
-        """Raises an alert if ranks use the CPU after `startup_s`, but have not called `join`."""
-        if not unjoined:
+    def _check_joined(self, seen: Sequence[RankEvidence]) -> None:
+        """Raises an alert if ranks are `unwatched`."""
+        if all(each.phase for each in seen):
             self._alerts.clear(UNJOINED, "no running rank is without join")
-        elif any(each.unchanged_s - each.idle_s > self._watch.startup_s for each in unjoined):
+        elif late := unwatched(seen, self._watch):
             then = "their steps are not known, and no stall of these ranks is detected"
-            self._alerts.raise_(UNJOINED, f"{unusable_pulses(unjoined)}: {then}")
+            self._alerts.raise_(UNJOINED, f"{unusable_pulses(late)}: {then}")
 
     def _check_records(self, seen: Sequence[RankEvidence]) -> None:
         """Raises an alert if a rank queues records that are not read for `UNWRITTEN_S`.

@@ -22,7 +22,7 @@ from trainers.contract import VERSION, rundir
 from trainers.contract.pulse import Pulse
 
 BUSY_PCT = 3.0
-"""A process that uses less of a CPU core between two samples is idle."""
+"""A process that uses less of a CPU core between two samples, and has no children, is idle."""
 
 
 class Sampler:
@@ -77,11 +77,12 @@ class Sampler:
         use = self._meter.sample(pid) if worker.over_ts is None else ended
         # /proc shows the main thread; only the pidfd shows whether the process has ended.
         state = "?" if worker.over_ts is None and use.state in ("Z", "X") else use.state
-        if use.cpu_pct is None or use.cpu_pct >= BUSY_PCT:
-            self._busy_at[pid] = now
         found = self._read_pulse(worker.rank)
         if found is not None and found.pid != pid:
             found = None
+        is_busy = use.cpu_pct is None or use.cpu_pct >= BUSY_PCT
+        if is_busy or (found is None and process.children(pid)):
+            self._busy_at[pid] = now
         row: dict[str, Any] = {
             "rank": worker.rank, "pid": pid, "state": state,
             "cpu_pct": use.cpu_pct, "rss_mib": use.rss_mib, "pulse": None,

@@ -38,7 +38,7 @@ from typing import Any
 
 from trainers.contract import VERSION, dumps, environ, rundir
 from trainers.contract.ending import Ending
-from trainers.contract.errors import UsageError, did_you_mean
+from trainers.contract.errors import RefusedError, UsageError, did_you_mean
 from trainers.contract.pulse import PulseWriter, mapped
 from trainers.contract.recorder import STDOUT, Recorder
 
@@ -89,7 +89,9 @@ class Member:
         """Held while a record is numbered and queued, so that the numbers in the queue ascend."""
         self.halt_reason = ""
         self._former: dict[int, Any] = {}
-        """The handlers that `start` replaced; empty in a forked child."""
+        """The handlers that `start` replaced."""
+        self._is_forked = False
+        """True in a forked child."""
         self._ignored_halt = None if self.supervised else rundir.stamp(run / rundir.HALT)
         self._known_requests = {name: rundir.stamp(run / name) for name in rundir.REQUEST_FILES}
         self._requests: set[str] = set()
@@ -127,9 +129,9 @@ class Member:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
 
     def _after_fork_in_child(self) -> None:
-        former, self._former = self._former, {}
+        self._is_forked = True
         if signal.getsignal(signal.SIGTERM) == self._on_signal:
-            signal.signal(signal.SIGTERM, former[signal.SIGTERM] or signal.SIG_DFL)
+            signal.signal(signal.SIGTERM, self._former.get(signal.SIGTERM) or signal.SIG_DFL)
         self._after_fork()
 
     def record(self, msg: str, step: int, /, **figures: Any) -> None:
@@ -250,6 +252,7 @@ class Joined(Member):
     def __init__(self, run: Path, variables: Mapping[str, str]):
         super().__init__(run, variables)
         self._is_of_torchrun = environ.TORCHRUN_ID in variables
+        self._is_interrupted = False
         self._board = HaltBoard(self.live or run, self.attempt, self.rank)
         self._last_step = 0
         self._last_at = time.monotonic()
@@ -319,10 +322,9 @@ class Joined(Member):
         """
         super()._on_signal(number, frame)
         former = self._former.get(number)
-        if former is signal.default_int_handler:
-            if not self._is_of_torchrun:
-                signal.signal(number, former)
-        elif callable(former):
+        if former is signal.default_int_handler and not self._is_interrupted:
+            self._is_interrupted = not self._is_of_torchrun
+        elif callable(former) and not self._is_forked:
             former(number, frame)
 
     def _end_step(self, figures: Mapping[str, Any]) -> None:
@@ -382,5 +384,12 @@ def join(run: Path | None = None) -> Joined:
     Raises RefusedError if another process, for example the parent of this one, is the same rank.
     """
     run, variables = open_run(run)
-    rundir.lock_rank(run, environ.integer(variables, "RANK", 0))
+    rank = environ.integer(variables, "RANK", 0)
+    try:
+        rundir.lock_rank(run, rank)
+    except RefusedError as error:
+        raise RefusedError(
+            f"another process has joined {run} as rank {rank}, for example the parent of a spawned "
+            "process; call join below if __name__ == '__main__'"
+        ) from error
     return Joined(run, variables)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from console.diagnose.evidence import Evidence
-from console.diagnose.rank_evidence import RankEvidence
+from console.diagnose.rank_evidence import RankEvidence, unwatched, with_unjoined
 from console.diagnose.verdict import BEING_READ, COLLECTING, LOOK_AT_STACKS, NO_EVIDENCE, diagnose
 from console.plan import Watch, WatchRule
 from tests.console.diagnose.test_stack_classes import recorded
@@ -120,6 +120,26 @@ def test_a_verdict_names_the_rank_the_evidence_and_what_to_do(name):
     lines = [line for line in verdict.evidence if ": process state " in line]
     assert lines[0].startswith(f"rank {first}: ")
     assert len(lines) == len(ranks)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "doubts", "alerts"),
+    [
+        (((900, 890), (900, 0)), ("", ""), ()),  # rank 1 computes for a long time before it joins
+        (((900, 400), (900, 0)), ("unjoined", "unjoined"), (0, 1)),  # rank 0 worked until now
+        (((305, 299), (305, 299)), ("unjoined", "unjoined"), ()),  # 300 s of idle time are near
+        (((900, 0), (900, 0)), ("unjoined", "unjoined"), (0, 1)),
+        (((900, 890), None), ("unjoined", ""), (0,)),  # rank 1 has joined, and steps
+    ],
+)
+def test_a_rank_that_did_not_join_counts_if_it_is_idle_since_its_start_up(ranks, doubts, alerts):
+    watch = Watch(startup_s=300)
+    seen = with_unjoined([
+        replace(rank(number, ""), unchanged_s=found[0], idle_s=found[1]) if found else rank(number)
+        for number, found in enumerate(ranks)
+    ], watch)  # fmt: skip
+    assert tuple(each.doubt for each in seen) == doubts
+    assert tuple(each.rank for each in unwatched(seen, watch)) == alerts
 
 
 PROGRESS = {

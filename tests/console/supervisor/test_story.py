@@ -200,6 +200,16 @@ def test_a_step_has_the_limit_of_the_start_until_the_time_of_the_first_step_is_k
     assert limits == [300.0, limit, limit, limit]
 
 
+def test_a_second_start_by_hand_has_the_limit_of_the_start_in_its_first_step():
+    """A program with `join` that continues its own checkpoint may compile in this step."""
+    told, watch = Recorded(), Watch()
+    for step in range(4):
+        told.take(record(step, msg="progress" if step else "boot", steps_dt_s=[0.5]))
+    assert limit_s(at(told, 4), watch) == 60.0
+    told.take(record(0, msg="boot"))
+    assert limit_s(at(told, 4), watch) == 300.0
+
+
 def test_a_stall_right_after_a_resume_is_found():
     told, watch = Recorded(), Watch()
     told.take(record(5000, msg="resume"))
