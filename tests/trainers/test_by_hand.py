@@ -77,19 +77,19 @@ def test_no_two_attempts_have_the_same_number(tmp_path):
 
 
 def test_the_state_of_a_training_by_hand_has_its_planned_steps_and_the_unit_of_its_loss(tmp_path):
-    state = RunSource(Run(tmp_path, STEPS).done().path).poll()
+    state = RunSource(Run(tmp_path, STEPS, nproc=1).done().path).poll()
     assert (state.step, state.steps_planned, state.figures["loss"].unit) == (4, 4, "nats/token")
 
 
 def test_a_resume_without_a_further_step_keeps_the_checkpoint_and_the_figures(tmp_path):
     """In another directory, a resume without a further step saves a checkpoint."""
     changes, target = small(train__steps=3), tmp_path / "model"
-    first = Run(tmp_path, changes).done()
+    first = Run(tmp_path, changes, nproc=1).done()
     path, before = latest_checkpoint(first.path), first.metrics()
     assert path is not None
     saved = path.stat().st_ino
     changes |= {"checkpoint.export": str(target)}
-    after = Run(tmp_path, changes | {"checkpoint.resume": "auto"}).done().metrics()
+    after = Run(tmp_path, changes | {"checkpoint.resume": "auto"}, nproc=1).done().metrics()
     assert path.stat().st_ino == saved
     assert target.exists()
     assert (before["attempt"], after["attempt"], after["reason"]) == (1, 2, "done")
@@ -100,7 +100,7 @@ def test_a_resume_without_a_further_step_keeps_the_checkpoint_and_the_figures(tm
         k: x for k, x in before.items() if k not in own
     }
     changes |= {"checkpoint.resume": str(first.path)}
-    other = Run(tmp_path, changes, name="other").done()
+    other = Run(tmp_path, changes, nproc=1, name="other").done()
     copied = latest_checkpoint(other.path)
     assert copied is not None
     assert manifest.verify(copied).step == 3

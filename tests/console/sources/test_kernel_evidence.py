@@ -19,6 +19,7 @@ from console.sources.descriptors import NOTHING, BlockedOn
 from console.sources.kernel_evidence import collect
 from tests.console.sources import directory
 from tests.console.sources.waiting_processes import until, waiting
+from trainers.contract import rundir
 
 ME = f"held by pid {os.getpid()} ("
 
@@ -83,6 +84,17 @@ def test_a_library_that_asks_again_for_a_lock_is_not_merely_asleep(start, tmp_pa
         assert found.unsure
     sleeps = start("import ctypes; ctypes.CDLL(None).sleep(600)")
     assert until(sleeps.pid, lambda found: found.main.kind == "timer").main.unsure
+
+
+def test_the_locks_of_the_ranks_in_the_run_directory_are_not_waited_for(start, tmp_path):
+    rundir.lock_rank(tmp_path, 0)
+    child = start(
+        "import ctypes, fcntl, sys; f = open(sys.argv[1], 'a')\n"
+        "fcntl.lockf(f, fcntl.LOCK_EX, 1, 1)\n"
+        "print(flush=True); ctypes.CDLL(None).sleep(600)", tmp_path / rundir.TRAINING_LOCK,
+    )  # fmt: skip
+    assert child.stdout.readline()
+    assert until(child.pid, lambda found: found.state == "S").main.kind == "timer"
 
 
 FLOCK = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX)"
