@@ -178,6 +178,10 @@ class Verdict:
     """The end of the stall as a sentence, or "" if it is not known."""
     end_ts: float | None = None
 
+    def may_save(self, is_ours: bool) -> bool:
+        """Returns whether a rank may be saving. Our trainers have saved when they enter `halt`."""
+        return self.phase == "save" or (self.phase == "halt" and not is_ours)
+
     def of_past(self) -> Verdict:
         """Returns the verdict without its next step, because pids may be reused by now."""
         command = self.action.partition("; ")[0]

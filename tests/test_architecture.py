@@ -150,7 +150,10 @@ def test_a_time_becomes_a_date_in_one_function():
         ("import trainers.settings", ("torch", "numpy", "datasets")),
         ("import console.cli", ("torch", "numpy", "pandas", "textual", "yaml", "psutil")),
         ("import console.supervisor.__main__", ("torch", "numpy", "pandas", "textual")),
-        ("import console.tui.app", ("torch", "numpy", "pandas", "datasets")),
+        (
+            "import console.tui.app",
+            ("torch", "numpy", "pandas", "datasets", "console.diagnose"),
+        ),
         (
             "import sys; sys.argv = ['x', 'status', '--json', 'latest']\n"
             "from console.cli import main\nassert main() == 0",

@@ -168,14 +168,6 @@ def by_records(rank: int, head: LatestRecords, watch: Watch) -> RankEvidence:
     return replace(found, doubt="future") if is_unknown else found
 
 
-def may_save(phase: str, is_ours: bool) -> bool:
-    """Returns whether a rank may be saving a checkpoint in `phase`.
-
-    The trainers of this project have saved before they enter `halt`.
-    """
-    return phase == "save" or (phase == "halt" and not is_ours)
-
-
 def limit_s(rank: RankEvidence, watch: Watch) -> float:
     """Returns the stall limit of a rank in its present phase and step."""
     if rank.phase == "exit":

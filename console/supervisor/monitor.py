@@ -13,7 +13,6 @@ from typing import Any
 from console.diagnose.rank_evidence import (
     ENDING_PHASES,
     RankEvidence,
-    may_save,
     unfinished,
     unusable_pulses,
     unwatched,
@@ -101,7 +100,7 @@ class Monitor:
     def halt_answer(self) -> str:
         """Returns the answer to a halt for which `.HALT` is written."""
         if self.verdict:
-            saves = may_save(self.verdict.phase, bool(self._run.settings))
+            saves = self.verdict.may_save(bool(self._run.settings))
             return ".HALT is written; the run is stalled, so it halts only when " + (
                 "the save ends; stop loses the checkpoint that is being saved" if saves
                 else "all ranks make progress again; stop ends it now")  # fmt: skip

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from console.action_table import ACTIONS, Action
-from console.diagnose.rank_evidence import may_save
 from console.model import LIVE_STATES, OWN_DIRECTORY, LaunchState, RunState
 from console.sources.process import command
 from console.status_text import checkpoint_text, lost_steps
@@ -133,7 +132,7 @@ def _of_halt(state: RunState) -> dict[str, str]:
             f" in {verdict.phase}" if verdict and verdict.phase else ""
         )
         then = "no rank halts before every rank completes its step; K stops the run"
-        if verdict and may_save(verdict.phase, bool(state.decided)):
+        if verdict and verdict.may_save(bool(state.decided)):
             then = "the run halts when the save ends; K loses the checkpoint"
         facts["stalled"] = f"{stalled}, and {then}"
     if state.launch and state.launch.rest:
