@@ -19,7 +19,7 @@ class Phases:
     A step lasts from the start of the phase `log` of the previous step to that of its own, without
     `NOT_TRAINING`. The host's clock measures phases and steps. On CUDA, the host runs ahead of the
     device; so CUDA events measure the steps and the phases in `ON_DEVICE`, and show the position of
-    the device. The events are queried without waiting.
+    the device. Only `take` waits for them.
     """
 
     def __init__(self, pulse: PulseWriter, cuda: Any = None, nvtx: bool = False):
@@ -61,7 +61,12 @@ class Phases:
         return self._training_s + (0.0 if self._name in NOT_TRAINING else current_s)
 
     def take(self) -> tuple[dict[str, float], list[float]]:
-        """Returns the seconds of ended phases, by phase, and of ended steps since the last call."""
+        """Returns the seconds of ended phases, by phase, and of ended steps since the last call.
+
+        Waits until the device has begun the present phase, so that no ended step is missing.
+        """
+        if self._edges:
+            self._edges[-1][2].synchronize()
         self._read_events()
         taken = self._seconds, self._steps_s
         self._seconds, self._steps_s = {}, []

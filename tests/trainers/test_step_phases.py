@@ -50,8 +50,21 @@ class Event:
     def query(self) -> bool:
         return self.at <= self._gpu.now
 
+    def synchronize(self) -> None:
+        self._gpu.now = max(self._gpu.now, self.at)
+
     def elapsed_time(self, later: Event) -> float:
         return (later.at - self.at) * 1e3
+
+
+def test_no_ended_step_is_missing_although_nothing_else_waited_for_the_device(tmp_path):
+    gpu = Gpu()
+    phases = Phases(Member(tmp_path, {}).pulse, gpu)
+    for step in (1, 2):
+        for name in ("fetch", "forward", "log"):
+            phases.enter(step, name)
+            gpu.launch(0.0, STEP_S if name == "forward" else 0.0)
+    assert phases.take()[1] == pytest.approx([STEP_S, STEP_S])
 
 
 @pytest.mark.parametrize("eval_every", [0, 5, 7, 20])
