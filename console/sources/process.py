@@ -39,6 +39,8 @@ _TICKS_PER_S, _PAGE_MIB = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE") /
 _INFO_SIZE, _INFO_CODE, _INFO_EXIT = 64, 60, 1 << 3
 _GET_INFO = 3 << 30 | _INFO_SIZE << 16 | 0xFF << 8 | 11
 """PIDFD_GET_INFO of linux/pidfd.h; since Linux 6.15 it returns a reaped process's wait status."""
+SHORTEST_S = 0.5
+"""The shortest time over which the CPU use of a process is measured."""
 UNREAD_AFTER_S = 0.5
 _reads: dict[int, threading.Thread] = {}
 """The newest read of the environment of each process that was in state D, by pid."""
@@ -77,21 +79,27 @@ class Meter:
     """Measures the CPU and memory of processes; each sample reads one file of /proc."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[Stat, float]] = {}
-        """The last sample of each process and its time. The key is the pid."""
+        self._known: dict[int, tuple[Stat, float, float | None]] = {}
+        """The last measurement of each process: stat file, time and CPU. The key is the pid."""
 
     def sample(self, pid: int) -> ProcessUse:
-        """Returns a sample of a process, with the CPU use since the last sample (None at first)."""
+        """Returns a sample of a process, with the CPU use since the last measurement.
+
+        The CPU use is None at first. Within `SHORTEST_S` after a measurement it is not measured
+        anew: the kernel counts in ticks of 10 ms, and one tick would be a third of 30 ms.
+        """
         found, now = procfs.stat(f"/proc/{pid}"), time.monotonic()
         if found is None or found.state in "ZX":
             self._known.pop(pid, None)  # a zombie has no memory that could be measured
             return ProcessUse(found.state if found else GONE)
-        last, at = self._known.get(pid, (None, now))
-        self._known[pid] = found, now
-        cpu_pct = None
-        if last is not None and last.start_ticks == found.start_ticks and now > at:
+        last, at, cpu_pct = self._known.get(pid, (None, now, None))
+        if last is None or last.start_ticks != found.start_ticks:
+            cpu_pct = None
+            self._known[pid] = found, now, None
+        elif now - at >= SHORTEST_S:
             used_s = (found.cpu_ticks - last.cpu_ticks) / _TICKS_PER_S
             cpu_pct = round(used_s / (now - at) * 100, 1)
+            self._known[pid] = found, now, cpu_pct
         return ProcessUse(found.state, cpu_pct, round(found.resident_pages * _PAGE_MIB, 1))
 
 

@@ -46,6 +46,16 @@ def test_cpu_is_measured_between_two_samples(busy):
     assert meter.sample(busy.pid) == process.ProcessUse()
 
 
+def test_cpu_is_not_measured_over_a_time_of_few_ticks(busy, monkeypatch):
+    """Two samples may follow each other closely, so that one tick would be a high CPU use."""
+    meter = process.Meter()
+    first = meter.sample(busy.pid)
+    measured = wait_for(lambda: meter.sample(busy.pid).cpu_pct)
+    monkeypatch.setattr(process, "SHORTEST_S", 3600)
+    after = {meter.sample(busy.pid).cpu_pct for _ in range(20)}
+    assert (first.cpu_pct, after) == (None, {measured})
+
+
 @pytest.mark.decision("target-process", "true")
 @pytest.mark.decision("target-process", "absent")
 def test_a_process_is_found_by_its_token_and_opened_only_with_it(busy):

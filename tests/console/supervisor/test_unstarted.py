@@ -73,7 +73,7 @@ def test_a_rank_that_did_not_call_join_and_uses_no_cpu_is_a_stall(begin, tmp_pat
     started = begin_plain(begin, tmp_path, busy_ranks, 4)
     (alert, *_) = started.wait(lambda: started.alerts("stall"))
     assert "stalled in start-up (no pulse)" in alert["text"]
-    assert started.state()["state"] == "stalled"
+    started.wait_state("stalled")  # the event is written before it
     (tmp_path / "go").touch()
     assert started.wait_end()["phases"][0]["state"] == "completed"
 
