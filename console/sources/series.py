@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import islice, pairwise
 from statistics import median_low
 
 RAW_RECORDS = 600
@@ -122,6 +122,28 @@ class _Spans:
         return self._points
 
 
+class _Newest:
+    """The points of one quantity in the newest records of its file."""
+
+    def __init__(self) -> None:
+        self._records = 0
+        """The number of records of the file when the points were taken."""
+        self._points: deque[tuple[int, Point]] = deque()
+        """The points with the numbers of their records."""
+
+    def points(self, name: str, rows: Collection[Values], records: int) -> list[Point]:
+        """Returns the points in `rows`, the newest of `records` records, in their order."""
+        added = min(len(rows), records - self._records)
+        newest = islice(rows, len(rows) - added, None)
+        for number, (at, values) in enumerate(newest, records - added):
+            if name in values:
+                self._points.append((number, (at, values[name])))
+        while self._points and self._points[0][0] < records - len(rows):
+            self._points.popleft()
+        self._records = records
+        return [point for _, point in self._points]
+
+
 class Series:
     """The series of one run. Only one thread at a time may use it; `points` returns tuples.
 
@@ -131,8 +153,10 @@ class Series:
 
     def __init__(self, keeps: bool = True, only: Collection[str] = ()) -> None:
         self.keeps, self.only = keeps, only
-        self._newest: dict[str, deque[Values]] = {}
+        self._rows: dict[str, deque[Values]] = {}
         """The values of the newest records of each file."""
+        self._newest: dict[str, _Newest] = {}
+        """By quantity: its points in the newest records, if `points` has been called for it."""
         self._files: dict[str, str] = {}
         """The file of each quantity."""
         self._spans: dict[tuple[str, int], _Spans] = {}
@@ -161,7 +185,7 @@ class Series:
             if value is not None and math.isfinite(value) and self._is_in(name, file)
         }  # fmt: skip
         if self.keeps:
-            self._newest.setdefault(file, deque(maxlen=RAW_RECORDS)).append((at, known))
+            self._rows.setdefault(file, deque(maxlen=RAW_RECORDS)).append((at, known))
         thinner = self.thinners.setdefault(file, Thinner())
         for span in thinner.add(file, at, {name: float(f"{v:.6g}") for name, v in known.items()}):
             self._add_spans(file, span.level, [span])
@@ -203,7 +227,7 @@ class Series:
         was ahead.
         """
         of = self._files.get(name, "")
-        rows, thinner = self._newest.get(of, ()), self.thinners.get(of)
+        rows, thinner = self._rows.get(of, ()), self.thinners.get(of)
         if thinner is None:
             return ()
         if self._built.get(name, (-1, ()))[0] != thinner.records:
@@ -211,9 +235,11 @@ class Series:
         return self._built[name][1]
 
     def _build(self, name: str, rows: Collection[Values], thinner: Thinner) -> Points:
-        points = [(at, values[name]) for at, values in rows if name in values]
-        until = points[-1][0] + AHEAD_S if points else math.inf
-        found = sorted(point for point in points if point[0] <= until)
+        newest = self._newest.setdefault(name, _Newest())
+        found = newest.points(name, rows, thinner.records)
+        until = found[-1][0] + AHEAD_S if found else math.inf
+        found.sort()
+        del found[bisect_right(found, (until, math.inf)) :]
         if len(rows) == thinner.records:
             return tuple(found)
         now = thinner.now[0]

@@ -159,19 +159,23 @@ def changed(old: Row, new: Row, width: int) -> tuple[int, int] | None:
     """
     if old == new:
         return None
-    a, b = _cells(old, width), _cells(new, width)
-    if len(a) != width or len(b) != width:
+    texts = text_of(old), text_of(new)
+    if any(cell_len(text) != len(text) for text in texts):
         return 0, width
-    differs = list(map(ne, a, b))
-    return (differs.index(True), width - differs[::-1].index(True)) if any(differs) else None
+    a: Sequence[object]
+    a, b = texts
+    if [(len(text), style) for text, style in old] != [(len(text), style) for text, style in new]:
+        a, b = _cells(old, width), _cells(new, width)
+    differs = list(map(ne, a[:width], b[:width]))
+    if not any(differs):
+        return None
+    return differs.index(True), len(differs) - differs[::-1].index(True)
 
 
 def _cells(row: Row, width: int) -> list[Span]:
-    """Returns one entry per cell, or [] if the numbers of cells and characters differ."""
+    """Returns the character and the style of each cell, with blanks up to `width`."""
     held = list(chain.from_iterable(zip(text, repeat(style)) for text, style in row))
-    if width_of(row) != len(held):
-        return []
-    return held[:width] + [(" ", "")] * (width - len(held))
+    return held + [(" ", "")] * (width - len(held))
 
 
 def columns(cells: Iterable[tuple[str, int, str]], gap: str = " ") -> Row:

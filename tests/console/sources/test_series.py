@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import time
+from unittest.mock import patch
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from console import status_text
+from console.sources import series as series_module
 from console.sources.run import RunSource
 from console.sources.run_records import progress_figures
 from console.sources.series import MAX_SERIES, RAW_RECORDS, SPANS_S, Series
@@ -98,3 +102,24 @@ def test_newest_records_are_points_and_older_ones_bands():
     assert newest == [float(second % 10) for second in range(4000 - RAW_RECORDS, 4000)]
     assert [points[0], points[1]] == [(1e6, 0.0), (1e6, 9.0)]
     assert len(points) == RAW_RECORDS + 2 * (4000 - RAW_RECORDS) / SPANS_S[0]
+
+
+RECORDS = st.lists(
+    st.tuples(st.integers(0, 300), st.lists(st.sampled_from("abc"), unique=True), st.booleans()),
+    max_size=120,
+)
+"""Records: seconds since the first, the quantities, and whether the points are read afterwards."""
+
+
+@given(RECORDS)
+def test_points_do_not_depend_on_when_they_were_read_before(records):
+    """The clock may be set back, and a quantity may be absent from many records."""
+    with patch.object(series_module, "RAW_RECORDS", 3):
+        often, once = Series(), Series()
+        for number, (second, names, is_read) in enumerate(records):
+            values = {name: float(number) for name in names}
+            for series in (often, once):
+                series.add("x", 1e6 + second, values)
+            if is_read:
+                often.points("a")
+        assert [often.points(name) for name in "abc"] == [once.points(name) for name in "abc"]
