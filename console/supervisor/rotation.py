@@ -16,6 +16,7 @@ import math
 import os
 import shutil
 import time
+from bisect import bisect_right
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -43,17 +44,21 @@ class Rotation:
     ):
         self._folder, self._limit, self._reserve = folder, limit_bytes, reserve_bytes
         self._longest = LONGEST * limit_bytes
+        self._last = folder
+        """The log that was rotated last."""
         self._failed: set[Path] = set()
 
     def poll(self) -> str:
         """Rotates at most one long log; returns a sentence to report, or "".
 
-        A poll rotates only one log, because the thread also has to read requests and records.
+        A poll rotates only one log, because the thread also has to read requests and records. The
+        long logs take turns, in the order of their names.
         """
         if self._folder.is_symlink():
             return ""
         logs = sorted(self._folder.glob("*.log"))
-        long = (path for path in logs if jsonl.size_bytes(path) > self._limit)
+        turn = bisect_right(logs, self._last)
+        long = (path for path in logs[turn:] + logs[:turn] if jsonl.size_bytes(path) > self._limit)
         return next(filter(None, map(self._try, long)), "")
 
     def _try(self, path: Path) -> str:
@@ -67,6 +72,7 @@ class Rotation:
             why = f"cannot be rotated ({error.strerror}); it keeps growing"
             return f"{path.name} is too long and {why}"
         self._failed.discard(path)
+        self._last = path
         without = f" without the first {start / MIB:.1f} MiB" if start else ""
         return f"{path.name} was rotated: its content is in {path.name}.1{without}"
 

@@ -71,6 +71,16 @@ def test_one_former_part_is_kept_and_of_a_much_longer_log_its_end(run):
     assert sorted(os.listdir(log.parent)) == ["torchrun.log", "torchrun.log.1"]
 
 
+def test_each_of_many_long_logs_gets_its_turn(run):
+    logs, rotates = [rundir.rank_log(run, 1, rank) for rank in range(3)], rotation(run)
+    for _ in range(9):
+        for log in logs:
+            append(log, b"x" * (LIMIT + 1))
+        assert rotates.poll()
+    assert all(record_files.rotated_log(log).exists() for log in logs)
+    assert max(log.stat().st_size for log in logs) < 3 * LIMIT
+
+
 def test_what_is_written_during_the_copy_is_copied_too(run, monkeypatch):
     log, rename = rundir.rank_log(run, 1, 0), os.rename
 
