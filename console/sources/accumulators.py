@@ -9,6 +9,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from trainers.contract import jsonl
@@ -45,37 +46,37 @@ class Live(NamedTuple):
 class Peak:
     """The largest value (nan counts as inf). After `cut`, the value may be too large."""
 
-    found: list[tuple[int, float]] = field(default_factory=list)
-    """Step and value of successive maxima; neighbours are merged if there are too many."""
+    found: list[tuple[int, float, float]] = field(default_factory=list)
+    """Successive maxima: the step, and the least and the largest value of the maxima that were
+    merged. If there are too many, the two neighbours with the most similar values are merged."""
 
     @property
     def value(self) -> float | None:
-        return self.found[-1][1] if self.found else None
+        return self.found[-1][2] if self.found else None
 
     def add(self, step: int, value: float) -> None:
         value = math.inf if math.isnan(value) else value
-        if not self.found or value > self.found[-1][1]:
-            self.found.append((step, value))
+        if not self.found or value > self.found[-1][2]:
+            self.found.append((step, value, value))
         elif step < self.found[-1][0]:
-            self.found[-1] = (step, self.found[-1][1])
+            self.found[-1] = (step, *self.found[-1][1:])
         if len(self.found) > KEPT_PEAKS:
-            pairs = zip(self.found[::2], self.found[1::2], strict=False)
-            odd = self.found[-1:] if len(self.found) % 2 else []
-            self.found = [(first[0], second[1]) for first, second in pairs] + odd
+            spans = [most - least for (_, least, _), (_, _, most) in pairwise(self.found)]
+            at = spans.index(min(spans))
+            first, second = self.found[at : at + 2]
+            self.found[at : at + 2] = [(*first[:2], second[2])]
 
     def cut(self, step: int) -> None:
         """Drops the maxima whose stored step is `step` or a later step."""
         self.found = [each for each in self.found if each[0] < step]
 
     def growth(self, half: int) -> float | None:
-        """Returns by how much the largest value grew after the step `half`.
+        """Returns by how much the largest value grew after the step `half`, or slightly more.
 
-        Returns None if no value up to `half` is known, or if there are too many maxima.
+        The result is exact if there are few maxima. Returns None if no value up to `half` is known.
         """
-        early = [value for step, value in self.found if step <= half]
-        if not early or len(self.found) > KEPT_PEAKS // 2:
-            return None
-        return self.found[-1][1] - early[-1]
+        early = [least for step, least, _ in self.found if step <= half]
+        return self.found[-1][2] - early[-1] if early else None
 
 
 @dataclass(slots=True)

@@ -136,6 +136,15 @@ def test_the_largest_memory_is_never_too_low_after_a_resume():
             assert gate.result == "pass"
 
 
+@pytest.mark.parametrize("rises", [30, 60, 200, 1_000])
+def test_the_growth_of_a_memory_that_creeps_up_is_known_and_never_too_low(rises):
+    creeping, each = attempt(1, range(1, 2), exit_code=None, gpu_mem_reserved=500), 2_000 // rises
+    for step in range(2, 2_001):
+        creeping.add("progress", step, gpu_mem_reserved=1_000 + 2 * (step // each))
+    gate = result(summed(creeping), gpu_mem_growth_below_mib=1e9)
+    assert rises <= gate.value <= 1.1 * rises + 2
+
+
 def test_a_load_counts_only_for_the_attempt_whose_file_remains():
     first, second = saved(), attempt(2, range(51, 61), **FIGURES)
     second.records.pop()
