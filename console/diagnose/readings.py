@@ -211,7 +211,8 @@ class History:
         """By rank: the share of fetch in the step time of the newest records. A single step can
         lower the value, but cannot raise it above the share in the records before."""
         self.pace_ratio: float | None = None
-        """Pace of about the last minute ÷ earlier pace, by the steps and this host's clock."""
+        """Pace of about the last minute ÷ earlier pace, by the steps and this host's clock, or
+        that of the last `PACE_RECENT` new steps if they took longer than a minute."""
         self.growth_mib_s: dict[int, float] = {}
         """Growth of the memory of each rank."""
         self.truth = TruthHistory()
@@ -228,6 +229,7 @@ class History:
         self._offset: float | None = None
         self._jumped_at = 0.0
         self._steps: deque[tuple[float, int]] = deque(maxlen=PACE_POINTS)
+        """The times at which a new step was seen, without the pauses, and these steps."""
         self._mono: float | None = None
         self._trained_s, self._age_s = 0.0, math.inf
         """The time since the first poll, and since the newest record, both without the pauses."""
@@ -306,22 +308,21 @@ class History:
             self._fetch_shares[rank] = share
 
     def _update_pace(self, now: Readings) -> None:
-        """Adds the lowest step of the ranks, at most every `PACE_EVERY_S`; sets `pace_ratio`.
+        """Adds the lowest step of the ranks if it is new, at most every `PACE_EVERY_S`.
 
-        The time in a pause does not count.
+        Sets `pace_ratio`. The time in a pause does not count.
         """
         steps = [rank.step for rank in now.ranks if not rank.doubt and rank.phase != "exit"]
-        at_s = self._trained_s
-        if not steps or (self._steps and at_s - self._steps[-1][0] < PACE_EVERY_S):
+        if not steps:
             return
-        if self._steps and min(steps) < self._steps[-1][1]:
-            self._steps.clear()
-        self._steps.append((at_s, min(steps)))
-        points = list(self._steps)
+        at_s, step, points = self._trained_s, min(steps), self._steps
+        if points and step < points[-1][1]:
+            points.clear()
+        if not points or (step > points[-1][1] and at_s - points[-1][0] >= PACE_EVERY_S):
+            points.append((at_s, step))
         if len(points) > 2 * PACE_RECENT:
-            (t0, s0), (t1, s1), (t2, s2) = points[0], points[-1 - PACE_RECENT], points[-1]
-            before = (s1 - s0) / (t1 - t0)
-            self.pace_ratio = (s2 - s1) / (t2 - t1) / before if before > 0 else None
+            (t0, s0), (t1, s1) = points[0], points[-1 - PACE_RECENT]
+            self.pace_ratio = (step - s1) / (at_s - t1) * (t1 - t0) / (s1 - s0)
 
     def _update_clock(self, offset: float, mono: float) -> None:
         """Sets `jump_s` for `JUMP_KEPT_S` after a clock jump, then accepts the new time."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from console.diagnose.rank_evidence import RankEvidence
+from console.diagnose.readings import History, Readings
 from console.plan import Watch, WatchRule
 from console.sources.pace import progress_of
 from tests.console.diagnose.watched import Watched
@@ -69,6 +70,22 @@ def test_an_evaluation_is_no_loss_of_pace():
     run.wait(300, "eval")
     run.train(30)
     assert run.dog._history.pace_ratio == pytest.approx(1.0, abs=0.05)
+
+
+@pytest.mark.parametrize(("step_s", "every"), [(1, 1), (20, 1), (120, 1), (10, 20), (600, 1)])
+def test_slow_steps_are_no_loss_of_pace_and_slower_steps_are(step_s, every):
+    """`every` is the number of steps until a new step is seen, as in records."""
+    history, took_s = History(), every * step_s
+    slow_from = 30 * max(took_s, 10)
+    ratios = list[float | None]()
+    for second in range(slow_from + 20 * max(took_s, 10)):
+        trained_s = min(second, slow_from) + max(0, second - slow_from) / 10
+        rank = RankEvidence(0, 100, "S", every * int(trained_s // took_s), "forward", 0.1)
+        history.update(Readings(mono=float(second), ts=1e9 + second, ranks=(rank,)))
+        ratios.append(history.pace_ratio)
+    steady = ratios[slow_from // 2 : slow_from]
+    assert [min(steady), max(steady)] == pytest.approx([1.0, 1.0], abs=0.3)
+    assert 0.05 < (ratios[-1] or 0.0) < 0.3
 
 
 def test_a_lasting_drop_stays_an_alert_until_the_throughput_is_back():
