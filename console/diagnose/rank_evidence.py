@@ -69,7 +69,7 @@ class RankEvidence:
     None for a rank without a pulse or without records.
     """
     records_gap_s: float = 0.0
-    """Longest recent gap between records with a new step, or 0 until a gap is known."""
+    """Longest recent gap between records with a new step, without the pauses, 0 if not known."""
     doubt: Doubt = ""
     """Why the pulse or the records are ignored, as a key of `DOUBTS`, or "" if they are used."""
     nonfinite_steps: int = -1
@@ -104,8 +104,11 @@ def with_records(
 ) -> RankEvidence:  # fmt: skip
     """Returns a rank with figures from its records: p99, first step, exit code, times and doubt.
 
-    `lagging` says that the pulse is an older sample, so the records may be ahead of it.
+    `lagging` says that the pulse is an older sample, so the records may be ahead of it. The pace of
+    the rank learns whether the rank is in a pause.
     """
+    now = time.monotonic()
+    head.pace.note_pause(now, rank.phase in PAUSES)
     # A recorded first step more than one step ahead of the pulse is wrong. Until a step is
     # recorded, the present step is the first one: a foreign program does not record a resume.
     first_step = head.first_step if head.first_step <= rank.step + 1 else FIRST_STEP
@@ -117,7 +120,7 @@ def with_records(
         rank, p99_s=head.pace.p99_s(rank.phase),
         first_step=first_step if head.step else rank.step,
         code=head.code if rank.code is None else rank.code,
-        records_s=None if head is NO_RECORDS else head.pace.without_step_s(time.monotonic()),
+        records_s=None if head is NO_RECORDS else head.pace.without_step_s(now),
         records_gap_s=head.pace.gap_s(), doubt="ahead" if ahead else "",
     )  # fmt: skip
 

@@ -112,6 +112,12 @@ class Pace:
         """The time in the record of the newest step (unix s)."""
         self._gaps: deque[tuple[int, float]] = deque(maxlen=KEPT_GAPS)
         """Steps and seconds from one record with a new step to the next."""
+        self._trained_s: deque[float] = deque(maxlen=LAST_GAPS)
+        """The times of the newest gaps, without the pauses."""
+        self._paused_s = 0.0
+        """Time in pauses since the newest step was read."""
+        self._paused_at: float | None = None
+        """When the rank was last seen in a pause that has not ended (monotonic s)."""
         self._first_s = 0.0
         """The longest time per step before the first gap."""
         self._read_at, self._age_s = -math.inf, 0.0
@@ -168,10 +174,18 @@ class Pace:
         steps = step - self._step
         if self._step and (self.progress or self._step >= first_step):
             self._gaps.append((steps, took_s))
+            self._trained_s.append(max(0.0, took_s - self._paused_s))
         else:
             self._first_s = max(self._first_s, took_s / max(1, steps))
+        self._paused_s = 0.0
         self._new_step_ts = written
         self._new_step_at = mono if self._live_since < math.inf else -math.inf
+
+    def note_pause(self, mono: float, is_paused: bool) -> None:
+        """Notes whether the rank is now in a phase without training steps, for `gap_s`."""
+        if self._paused_at is not None:
+            self._paused_s += mono - self._paused_at
+        self._paused_at = mono if is_paused else None
 
     def without_step_s(self, mono: float) -> float:
         """Returns the seconds since the last new step; infinity if none came after `live_since`."""
@@ -182,8 +196,11 @@ class Pace:
         return self._age_s + max(0.0, mono - self._read_at)
 
     def gap_s(self) -> float:
-        """Returns the longest recent gap between records with a new step, or 0 if there is none."""
-        return max((took_s for _, took_s in list(self._gaps)[-LAST_GAPS:]), default=0.0)
+        """Returns the longest recent gap between records with a new step, or 0 if there is none.
+
+        The time in pauses does not count.
+        """
+        return max(self._trained_s, default=0.0)
 
     def usual_gap_s(self, least_s: float) -> float:
         """Returns the 99th percentile of the gaps, or a long estimate while the gaps are irregular.

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from console.diagnose.rank_evidence import SAFETY, by_records, limit_s
+from console.diagnose.rank_evidence import SAFETY, RankEvidence, by_records, limit_s, with_records
 from console.plan import Watch
 from console.sources.pace import Pace
 from console.sources.reducer import LatestRecords
@@ -78,6 +78,30 @@ def test_a_clock_that_jumps_makes_no_record_older():
     assert head.pace.age_s(60.0) == pytest.approx(12)
     take(head, 60, 2e9, 70.0, 1e9)
     assert head.pace.age_s(71.0) == pytest.approx(1)
+
+
+def test_the_phase_in_the_pulse_shows_a_save():
+    head = LatestRecords(pace=Pace(0.0))
+    for step in range(1, 4):
+        for phase in ("forward", "save", "forward"):
+            seen = with_records(RankEvidence(0, 1, "S", step, phase, 0.0), head)
+            time.sleep(0.5 if phase == "save" else 0.0)
+        take(head, step, 0.0, time.monotonic(), 0.0)
+    assert seen.records_gap_s < 0.4
+
+
+@pytest.mark.parametrize("saves", [(60,), range(0, 64, 4), range(64)])
+def test_a_save_does_not_count_for_the_usual_gap_between_records(saves):
+    head, now, step_s, save_s = LatestRecords(pace=Pace(0.0)), 0.0, 20.0, 1500.0
+    for step in range(65):
+        take(head, step, now, now, now)
+        if step in saves:
+            head.pace.note_pause(now + 1, is_paused=True)
+            now += save_s
+            head.pace.note_pause(now, is_paused=False)
+        now += step_s
+    assert step_s <= head.pace.gap_s() <= step_s + 1
+    assert head.pace.usual_gap_s(LEAST_S) >= (save_s if len(saves) > 2 else step_s)
 
 
 def test_a_record_from_the_future_is_no_sign_of_progress_until_a_stall_limit_has_passed():
