@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from console.settings_file import Settings
+from console.settings_file import LEVELS, Settings
 from console.sources.sanitize import clean
 from console.supervisor import program
 from console.supervisor.launch_spec import inherited
@@ -34,7 +33,7 @@ class Hooks:
     ):
         self._settings, self._argv = settings, settings.hook
         self._event, self._limit_s = event, limit_s
-        self._waiting: deque[Mapping[str, Any]] = deque(maxlen=MAX_EARLIER + 1)
+        self._waiting: list[Mapping[str, Any]] = []
         self._count, self._failure = 0, ""
         self._runs = ThreadPoolExecutor(1, "hook")
         self._run: Future[str] | None = None
@@ -45,6 +44,8 @@ class Hooks:
         if self._argv and jsonl.text(record, "level") in self._settings.hook_levels:
             self._waiting.append(record)
             self._count += 1
+            if len(self._waiting) > MAX_EARLIER + 1:
+                self._waiting.remove(min(self._waiting, key=_level))
 
     @property
     def busy(self) -> bool:
@@ -61,7 +62,7 @@ class Hooks:
             self._report(f"cannot be started: {error}" if error else ended.result())
         if self._count and time.monotonic() >= self._next_at:
             self._next_at = time.monotonic() + self._settings.hook_every_s
-            alert = document(list(self._waiting), self._count)
+            alert = document(self._waiting, self._count)
             try:
                 self._run = self._runs.submit(run, self._argv, alert, self._limit_s)
             except RuntimeError as error:  # the old pool would run this alert later, a second time
@@ -127,14 +128,21 @@ def run(argv: Sequence[str], alert: Mapping[str, Any], limit_s: float) -> str:
 
 
 def document(records: list[Mapping[str, Any]], count: int) -> dict[str, Any]:
-    """Returns the document for the hook's stdin: newest alert, count, texts of earlier alerts."""
-    newest = records[-1]
-    texts = {key: _line(newest, key) for key in ("level", "text", "run", "state")}
+    """Returns the document for the hook's stdin: one alert, the count, and the other texts.
+
+    The alert is the newest of those with the worst level.
+    """
+    worst = max(reversed(records), key=_level)
+    texts = {key: _line(worst, key) for key in ("level", "text", "run", "state")}
     return {
-        "v": VERSION, "name": _line(newest, "alert") or _line(newest, "kind"), "count": count,
-        **texts, "ts": jsonl.number(newest, "ts"),
-        "earlier": [_line(each, "text") for each in records[:-1]],
+        "v": VERSION, "name": _line(worst, "alert") or _line(worst, "kind"), "count": count,
+        **texts, "ts": jsonl.number(worst, "ts"),
+        "earlier": [_line(each, "text") for each in records if each is not worst],
     }  # fmt: skip
+
+
+def _level(record: Mapping[str, Any]) -> int:
+    return LEVELS.index(record["level"])
 
 
 def _line(record: Mapping[str, Any], key: str) -> str:

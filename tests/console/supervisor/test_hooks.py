@@ -105,6 +105,20 @@ def test_levels_that_were_not_asked_for_and_no_hook_start_nothing(tmp_path):
     assert (t.records(), t.events) == ([], [])
 
 
+def test_the_worst_of_several_alerts_is_the_one_in_the_variables(tmp_path):
+    t = Trial(tmp_path, hook_levels=("warn", "crit"), hook_every_s=3600.0)
+    t.run(text="first")
+    t.hooks.alert(alert("before", level="warn"))
+    t.hooks.alert(alert("GPU 3 is lost"))
+    for n in range(20):
+        t.hooks.alert(alert(f"flood {n}", level="warn"))
+    t.hooks.close()
+    _, kept = t.records()
+    told = [kept["env"][f"NSA_ALERT_{key}"] for key in ("LEVEL", "TEXT", "COUNT")]
+    assert told == ["crit", "GPU 3 is lost", "22"]
+    assert json.loads(kept["stdin"])["earlier"] == [f"flood {n}" for n in range(4, 20)]
+
+
 def test_what_comes_meanwhile_is_told_at_once_with_its_count(tmp_path):
     t = Trial(tmp_path, hook_every_s=3600.0)
     t.hooks.alert(alert("first"))
