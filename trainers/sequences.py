@@ -16,7 +16,8 @@ RankRows = tuple[Tensor, Tensor | None]
 State = dict[str, Any]
 """The position in a source, as JSON data of bounded size, with `fingerprint` and `position`.
 
-For documents it also has `lanes`, and `epoch`, the number of complete passes over all documents."""
+For documents it also has `lanes`, `waits` (see `Stream`), and `epoch`, the number of complete
+passes over all documents."""
 
 
 class Source:

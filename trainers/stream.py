@@ -37,6 +37,11 @@ class Lane:
         self._encoder, self._seq_len = encoder, seq_len
         self.seek(0, 0, 0, 0)
 
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next sequence."""
+        return self._marks[0][1][0]
+
     def seek(self, epoch: int, file: int, cursor: int, skip: int) -> None:
         """Moves to a place; the next `take` opens the file."""
         if min(epoch, file, cursor, skip) < 0 or file >= len(self._files):
@@ -100,6 +105,10 @@ class Lane:
 class Stream(Source):
     """Documents in `lanes` parallel streams: sequence i comes from lane i % lanes.
 
+    A lane that is in a later epoch than others waits for them, and the next lane has its turn. So
+    each document is read once per epoch, whatever the sizes of the files. In the checkpoints of
+    earlier versions, no lane waits; such a stream continues in its own order.
+
     Each rank reads all lanes and uses its part, so a position is valid for any number of ranks.
     """
 
@@ -120,21 +129,30 @@ class Stream(Source):
             f"files={docs.digest} documents={data.documents}"
         )
         self._lanes = [Lane(docs, j, lanes, self._words, data.seq_len) for j in range(lanes)]
+        self._waits = True
 
     def read(self, count: int, rank: int, world: int) -> RankRows:
         mine = []
         for index in range(self.position, self.position + count):
-            sequence = self._lanes[index % len(self._lanes)].take()
+            sequence = self._lane(index).take()
             if index % world == rank:
                 mine.append(sequence)
         self.position += count
         return stack(mine, self.seq_len + 1, self._words.kind), None
 
+    def _lane(self, index: int) -> Lane:
+        """Returns the lane of sequence `index`, which is the next one."""
+        first = index % len(self._lanes)
+        turns = self._lanes[first:] + self._lanes[:first]
+        return min(turns, key=lambda lane: lane.epoch) if self._waits else turns[0]
+
     def state(self) -> State:
         lanes = [lane.place() for lane in self._lanes]
-        return super().state() | {"epoch": min(epoch for epoch, *_ in lanes), "lanes": lanes}
+        epoch = min(lane.epoch for lane in self._lanes)
+        return super().state() | {"epoch": epoch, "lanes": lanes, "waits": self._waits}
 
     def seek(self, state: Mapping[str, Any]) -> None:
+        self._waits = bool(state.get("waits"))
         for lane, place in zip(self._lanes, state["lanes"], strict=True):
             lane.seek(*map(int, place))
         super().seek(state)

@@ -22,6 +22,7 @@ from trainers.documents import CHUNK_BYTES
 from trainers.failures import DATA, DataError
 from trainers.loader import read_batch
 from trainers.schema import DataSettings
+from trainers.sequences import State
 from trainers.stream import END_OF_DOCUMENT, Lane
 
 AWKWARD = {
@@ -49,9 +50,17 @@ def folder(tmp_path_factory):
     return path
 
 
+def old(state: State) -> State:
+    """Returns the state as versions wrote it in which no lane waited for the others."""
+    return {key: value for key, value in state.items() if key != "waits"}
+
+
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_text_is_the_bytes_on_disk_and_begins_again_at_the_end(folder, lanes):
+    """The three streams are those of an old checkpoint, in which sequence i is of i % lanes."""
     source = stream_of(folder, lanes=lanes)
+    if lanes > 1:
+        source.restore(old(source.state()))
     files = source._lanes[0]._docs.files
     assert sum(len(Path(file).read_bytes()) for file in files) == sum(map(len, AWKWARD.values()))
     on_disk = [b"".join(Path(f).read_bytes() for f in files[j::lanes]) for j in range(lanes)]
@@ -63,6 +72,20 @@ def test_text_is_the_bytes_on_disk_and_begins_again_at_the_end(folder, lanes):
         stream = text_from(rows[lane::lanes])
         assert len(stream) > 1.9 * len(expected)
         assert stream == (expected * (len(stream) // len(expected) + 1))[: len(stream)]
+
+
+def test_files_of_unequal_size_are_all_read_once_before_one_begins_again(tmp_path):
+    counts = {"a": 30, "b": 3, "c": 11}
+    for name, count in counts.items():
+        write(tmp_path / f"{name}.jsonl", [f"<{name}{i}>" + "." * 90 for i in range(count)])
+    source = stream_of(tmp_path, "jsonl")
+    for epoch in (1, 2, 3):
+        data = b""
+        while source.state()["epoch"] < epoch:
+            data += bytes(source.read(1, 0, 1)[0][0, :-1].tolist())
+        for name, count in counts.items():
+            # The last sequence of each stream may begin the next epoch, and end in it.
+            assert count - 2 <= data.count(f"<{name}".encode()) <= count + 2
 
 
 @pytest.mark.parametrize("ending", FORMATS)
@@ -94,11 +117,15 @@ sizes = st.lists(st.integers(0, 60), min_size=1, max_size=6)
     legs=st.lists(
         st.tuples(st.integers(1, 4), st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=4
     ),
+    is_old=st.booleans(),
 )  # fmt: skip
 def test_a_stop_at_any_position_and_any_world_after_it_lose_and_repeat_nothing(
-    tmp_path_factory, source, files, lanes, seq_len, rows, legs
+    tmp_path_factory, source, files, lanes, seq_len, rows, legs, is_old
 ):
-    """Each leg is a run of `world` ranks; the next leg continues from the state of rank 0."""
+    """Each leg is a run of `world` ranks; the next leg continues from the state of rank 0.
+
+    The first leg may continue from an old checkpoint, in which sequence i is of i % lanes.
+    """
     path = tmp_path_factory.mktemp("files")
     for number, lengths in enumerate(files):
         texts = [chr(65 + number) * length for length in lengths]
@@ -108,8 +135,10 @@ def test_a_stop_at_any_position_and_any_world_after_it_lose_and_repeat_nothing(
             write(path / f"{number}.{source}", texts, rows)
     options = {"lanes": lanes, "seq_len": seq_len}
     total = sum(count * steps for _world, count, steps in legs)
-    whole = stream_of(path, source, **options).read(total + 1, 0, 1)[0]
-    state, first = stream_of(path, source, **options).state(), 0
+    unbroken = stream_of(path, source, **options)
+    state, first = old(unbroken.state()) if is_old else unbroken.state(), 0
+    unbroken.restore(state)
+    whole = unbroken.read(total + 1, 0, 1)[0]
     for world, count, steps in legs:
         ranks = [stream_of(path, source, **options) for _ in range(world)]
         parts = []
