@@ -15,8 +15,9 @@ import os
 import random
 import sysconfig
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,9 @@ def find(data: DataSettings, seed: int, held_out: bool, scratch: Path) -> Docume
 
     For the source `text`, a fraction of the files is held out. For other sources, a fraction of the
     documents is held out; a hash of the content decides, so that no copy of a held-out document is
-    trained on. `scratch` is a directory for temporary files. Raises DataError.
+    trained on. This part has one document of each of `data.lanes` files in turn, and is one file,
+    so that an evaluation reads documents of many files, and none twice before all are read.
+    `scratch` is a directory for temporary files. Raises DataError.
     """
     source = data.source
     if source == "fineweb_edu":
@@ -95,11 +98,32 @@ def find(data: DataSettings, seed: int, held_out: bool, scratch: Path) -> Docume
         )
     random.Random(seed).shuffle(names)
     part = "held-out part of " if held_out else ""
-    return Documents(
+    docs = Documents(
         f"{part}{about} ({len(names)} files)", tuple(names), f"{len(contents)}:{digest[:16]}",
         None if source == "text" else lambda text: (zlib.crc32(text) < border) == held_out,
         READERS[source], data.text_key,
     )  # fmt: skip
+    return _in_turn(docs, data.lanes) if held_out else docs
+
+
+def _in_turn(docs: Documents, count: int) -> Documents:
+    """Returns the documents as one file: one document of each of `count` files in turn."""
+
+    def read(*_place: object) -> Iterator[Piece]:
+        parts = deque(
+            (piece for file in docs.files[i::count] for piece in docs.read(file, 0))
+            for i in range(count)
+        )
+        while parts:
+            piece = next(parts[0], None)
+            if piece is None:
+                parts.popleft()
+                continue
+            yield piece
+            if piece[2]:
+                parts.rotate(-1)
+
+    return replace(docs, files=(docs.about,), keep=None, reader=read)
 
 
 def _list_files(data: DataSettings) -> tuple[Path, list[str], list[str]]:

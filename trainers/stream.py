@@ -23,6 +23,8 @@ from trainers.sequences import RankRows, Source, State, stack
 from trainers.tokenizer import Tokenizer
 
 END_OF_DOCUMENT = b"\0"
+NO_TEXT = sys.maxsize
+"""The epoch of a lane without text, which is later than all others."""
 
 
 class Lane:
@@ -51,10 +53,16 @@ class Lane:
         self._data, self._start, self._end, self._at = b"", 0, 0, skip
 
     def take(self) -> bytes:
-        """Returns the next S + 1 tokens; the last token is also the first of the next sequence."""
+        """Returns the next S + 1 tokens; the last token is also the first of the next sequence.
+
+        If the files have no text, returns b"" and moves to the epoch `NO_TEXT`.
+        """
         width = self._encoder.kind.itemsize
         while self._end <= self._at + self._seq_len:
-            place, tokens = next(self._pieces)
+            place, tokens = next(self._pieces, ((NO_TEXT, 0, 0), b""))
+            if not tokens:
+                self.seek(*place, 0)
+                return b""
             self._marks.append((self._end, place))
             done = min(self._at, self._end)
             self._data = self._data[(done - self._start) * width :] + tokens
@@ -75,7 +83,7 @@ class Lane:
     ) -> Iterator[tuple[tuple[int, int, int], bytes]]:
         """Yields `(epoch, file, cursor)` and the tokens of each piece that has tokens.
 
-        Raises DataError for a whole epoch without tokens.
+        Ends after a whole epoch without tokens.
         """
         while True:
             nothing = file == 0 and cursor == 0
@@ -87,10 +95,7 @@ class Lane:
                         yield (epoch, number, at), tokens
                 cursor = 0
             if nothing:
-                raise DataError(
-                    f"{self._docs.about} contains no text to train on; change data.path or "
-                    "data.held_out"
-                )
+                return
             epoch, file = epoch + 1, 0
 
     def _tokens(self, file: int, data: bytes, ends: bool) -> bytes:
@@ -134,17 +139,22 @@ class Stream(Source):
     def read(self, count: int, rank: int, world: int) -> RankRows:
         mine = []
         for index in range(self.position, self.position + count):
-            sequence = self._lane(index).take()
+            sequence = self._take(index)
             if index % world == rank:
                 mine.append(sequence)
         self.position += count
         return stack(mine, self.seq_len + 1, self._words.kind), None
 
-    def _lane(self, index: int) -> Lane:
-        """Returns the lane of sequence `index`, which is the next one."""
+    def _take(self, index: int) -> bytes:
+        """Returns sequence `index`, which is the next one. Raises DataError if no lane has text."""
         first = index % len(self._lanes)
         turns = self._lanes[first:] + self._lanes[:first]
-        return min(turns, key=lambda lane: lane.epoch) if self._waits else turns[0]
+        while True:
+            lane = min(turns, key=lambda lane: lane.epoch) if self._waits else turns[0]
+            if lane.epoch == NO_TEXT:
+                raise DataError(f"{self.about} contains no text; change data.path or data.held_out")
+            if sequence := lane.take():
+                return sequence
 
     def state(self) -> State:
         lanes = [lane.place() for lane in self._lanes]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -36,6 +39,52 @@ def test_what_is_held_out_is_never_trained_on_and_nothing_is_lost(tmp_path, sour
     assert not train & held
     assert train | held == set(texts)
     assert 60 < len(held) < 140
+
+
+@pytest.mark.parametrize("source", ["text", "jsonl"])
+def test_the_held_out_part_has_a_document_of_each_file_in_turn(tmp_path, source):
+    """A text has several pieces; many of the jsonl files have no held-out document."""
+    for number in range(20):
+        if source == "text":
+            (tmp_path / f"{number}.txt").write_text(f"<{number} 0>" + "x\n" * CHUNK_BYTES + "(end)")
+        else:
+            write(tmp_path / f"{number}.jsonl", [f"<{number} {i}>(end)" for i in range(5)])
+    held = stream_of(tmp_path, source, held_out=0.2, lanes=16, part=True, documents="separate")
+    texts = []
+    while held.state()["epoch"] == 0:
+        texts.append(text_from(held.read(1, 0, 1)[0]))
+    found = re.findall(rb"<(\d+) (\d)>[x\n]*\(end\)", b"".join(texts))
+    once = list(dict.fromkeys(found))
+    assert found == (once * 2)[: len(found)], "none is read twice before all are read"
+    assert len(once) > 3
+    assert len({file for file, _ in once[:4]}) == 4
+
+
+def test_a_held_out_file_shorter_than_a_sequence_is_not_repeated_before_others_are_read(tmp_path):
+    for name in "abcd":
+        (tmp_path / f"{name}.txt").write_text(name * 300)
+    held = stream_of(tmp_path, held_out=0.5, seq_len=500, part=True)
+    first, second = (bytes(each.tolist()) for each in held.read(1, 0, 1)[0][0, :-1].split(300))
+    assert {*first}.isdisjoint(second)
+
+
+@pytest.mark.parametrize("source", ["jsonl.gz", "parquet"])
+def test_files_without_documents_are_passed_over(tmp_path, source):
+    """Programs that write files in parts write such files too; here, two of three streams."""
+    texts = [f"<{i}>" + "." * 90 for i in range(9)]
+    write(tmp_path / f"full.{source}", texts)
+    for name in "ab":
+        write(tmp_path / f"{name}.{source}", [])
+    whole, stream = (stream_of(tmp_path, source) for _ in range(2))
+    rows = whole.read(30, 0, 1)[0]
+    assert text_from(rows).count(b"<") > 27
+    assert whole.state()["epoch"] > 2
+    for index in range(30):
+        again = stream_of(tmp_path, source)
+        again.restore(json.loads(json.dumps(stream.state())))
+        assert torch.equal(again.read(1, 0, 1)[0], rows[index : index + 1])
+        stream.read(1, 0, 1)
+        assert again.state() == stream.state()
 
 
 def test_a_single_file_is_trained_on_whole(tmp_path):
@@ -86,7 +135,7 @@ def test_a_source_without_data_is_a_sentence(tmp_path, case):
 
 def test_rows_without_text_end_in_a_sentence_and_in_no_endless_loop(tmp_path):
     pq.write_table(pa.table({"text": pa.array([None] * 9, pa.string())}), tmp_path / "a.parquet")
-    with pytest.raises(DataError, match="contains no text to train on"):
+    with pytest.raises(DataError, match="contains no text;"):
         stream_of(tmp_path, "parquet").read(1, 0, 1)
 
 
