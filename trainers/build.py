@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -65,7 +67,8 @@ class Training:
             peak_flops(inventory.device_name(device), train.precision, train.tf32),
         )
         self.loader = Loader(source, settings, parallel.rank, parallel.world, device, resumed)
-        self.held_out = draw_held_out(settings, run, parallel)
+        note = partial(report.record_event, "note", report.steps_done)
+        self.held_out = draw_held_out(settings, run, parallel, note)
         cuda = torch.cuda if on_cuda else None
         self.phases = Phases(member.pulse, cuda, settings.report.nvtx)
         self.reduction = StepReduction(parallel.reduce, device)
@@ -99,8 +102,13 @@ def make_model(settings: Settings, parallel: Single) -> tuple[Transformer, nn.Mo
     return plain, model or parallel.wrap(plain)
 
 
-def draw_held_out(settings: Settings, run: Path, parallel: Single) -> list[Batch]:
-    """Returns this rank's held-out batches, or [] if `eval.every` is 0. Raises DataError."""
+def draw_held_out(
+    settings: Settings, run: Path, parallel: Single, note: Callable[[str], None]
+) -> list[Batch]:
+    """Returns this rank's held-out batches, or [] if `eval.every` is 0. Raises DataError.
+
+    If the batches repeat data, `note` is called with one sentence.
+    """
     if not settings.eval.every:
         return []
     source = open_on_all_ranks(settings, run, parallel, held_out=True)
@@ -109,10 +117,17 @@ def draw_held_out(settings: Settings, run: Path, parallel: Single) -> list[Batch
     def read() -> Batch:
         return read_batch(source, count, parallel.rank, parallel.world, device)
 
-    return [
+    batches = [
         within_limit(read, "no held-out batch", source.about, settings.data).to(device)
         for _ in range(settings.eval.batches)
     ]
+    if source.state().get("epoch"):
+        note(
+            f"{source.about} has fewer tokens than the evaluation reads ({source.position} "
+            f"sequences of {settings.data.seq_len}), so it is read more than once; raise "
+            "data.held_out or lower eval.batches"
+        )
+    return batches
 
 
 def resume(

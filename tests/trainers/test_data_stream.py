@@ -283,7 +283,7 @@ def test_a_run_trains_on_separate_documents_and_evaluates_them(tmp_path):
     (data / "data.jsonl").write_text("".join(f'{{"text": "{i} abc"}}\n' for i in range(400)))
     changes = small(
         data__source="jsonl", data__path=str(data), data__documents="separate",
-        data__held_out=0.2, train__steps=3, eval__every=3, eval__batches=1,
+        data__held_out=0.2, train__steps=3, eval__every=3, eval__batches=8,
         checkpoint__at_end=False,
     )  # fmt: skip
     run = Run(tmp_path, changes, nproc=1).done()
@@ -291,6 +291,7 @@ def test_a_run_trains_on_separate_documents_and_evaluates_them(tmp_path):
     assert len(losses) == 3
     assert all(loss < 7 for loss in losses)
     assert run.records(0, "eval")
+    assert run.records(0, "note"), "the 80 held-out documents have less than 1,024 tokens"
     backend = json.loads((run.path / "env.json").read_text())["backend"]
     assert backend.pop("for") == "a document of 32 tokens"
     assert set(backend) == {"cmp", "sel", "win"}

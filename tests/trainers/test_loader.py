@@ -232,9 +232,22 @@ def test_held_out_data_that_do_not_come_in_time_end_the_training(tmp_path, monke
     monkeypatch.setattr(Synthetic, "read", lambda *given: released.wait(60) and read(*given))
     chosen = small(**{"eval.every": 1, "eval.batches": 1, "data.timeout_s": 0.2})
     with pytest.raises(DataError, match=r"no held-out batch from .* within 0\.2 s"):
-        build.draw_held_out(chosen, tmp_path, Single(CPU))
+        build.draw_held_out(chosen, tmp_path, Single(CPU), pytest.fail)
     released.set()
-    assert len(build.draw_held_out(chosen, tmp_path, Single(CPU))) == 1
+    assert len(build.draw_held_out(chosen, tmp_path, Single(CPU), pytest.fail)) == 1
+
+
+def test_a_note_says_that_the_evaluation_reads_its_data_more_than_once(tmp_path):
+    for name in "abcd":
+        (tmp_path / f"{name}.txt").write_text(name * 300)
+    text = {"data.source": "text", "data.path": str(tmp_path), "data.held_out": 0.5}
+    said = []
+    for batches in (9, 10):
+        chosen = small(**text | {"eval.every": 1, "eval.batches": batches, "data.timeout_s": 60})
+        assert len(build.draw_held_out(chosen, tmp_path, Single(CPU), said.append)) == batches
+    (note,) = said  # 9 batches of 8 sequences of 8 tokens are less than 600 tokens
+    assert "held-out part of text" in note
+    assert "(80 sequences of 8)" in note
 
 
 NO, ONE, OTHER = None, b"one", b"another"
