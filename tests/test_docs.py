@@ -17,11 +17,12 @@ from console import action_table
 from console.cli import build_parser, main
 from console.diagnose import causes, rules, truth
 from console.plans import catalog, gates, preflight
+from console.sources import reducer
 from docs import pictures
 from docs.keys import as_markdown
 from tests.console.test_resume import ended
 from trainers import command_line, schema
-from trainers.contract import flags, pulse, rundir
+from trainers.contract import flags, heartbeat, pulse, rundir
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -190,6 +191,15 @@ def test_the_pages_have_a_row_for_each_cause_truth_check_and_row_of_the_prefligh
     assert others
     named = first_cells("plans", "row") | set(re.findall(r"`(.+?)`", others[1]))
     assert named == {*preflight.ROWS, *preflight.MEASURED, "config PHASE"}
+
+
+def test_the_table_of_figures_has_each_figure_that_a_long_record_keeps():
+    named = {
+        name.partition("[")[0] for name in first_cells("run-directory", "figures of `progress`")
+    }
+    kept = {"sel_*" if name.startswith("sel_") else name for name in heartbeat.FIGURES}
+    assert named == kept
+    assert reducer.UNITS.keys() <= heartbeat.FIGURES
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from console.sources.accumulators import Figures, Live, Overflows, Peak, Step, cut, worst
-from trainers.contract import jsonl
+from trainers.contract import heartbeat, jsonl
 
 MAX_ATTEMPTS = 1000
 KEPT_MISSING = 16
@@ -340,13 +340,13 @@ class RankTotals:
     def _take_steps(self, record: Record, step: int) -> None:
         """Adds the durations of the steps since the previous record.
 
-        A record that was shortened to fit its line (`cut`) adds no duration.
+        A record whose lists were shortened to fit its line (`cut`) adds no duration.
         """
         durations = jsonl.numbers(record, "steps_dt_s")
         toks_per_s = jsonl.number(record, "toks_per_s")
         first = step - len(durations) + 1
         cut(self.steps, max(first, 0))
-        if "cut" in record:
+        if jsonl.text(record, "cut") in heartbeat.TRIMMABLE:
             return
         tokens = None
         if toks_per_s is not None:

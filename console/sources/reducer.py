@@ -21,7 +21,7 @@ from console.sources.record_files import MAX_RANKS, Batch, Cursor, rank_of
 from console.sources.sanitize import clean
 from console.sources.series import Series, mean_step_s
 from console.sources.summary import Summary
-from trainers.contract import jsonl, rundir
+from trainers.contract import heartbeat, jsonl, rundir
 
 MAX_ATTEMPT = 100_000
 """An attempt with a higher number has no head, and is never the present attempt."""
@@ -314,11 +314,11 @@ def _charted(name: str, record: Mapping[str, Any]) -> dict[str, float | None] | 
 def _entropies(record: Mapping[str, Any]) -> dict[str, float | None]:
     """Returns the attention gate's entropy per layer (nats), and the lowest entropy with its layer.
 
-    Layers from `MAX_LAYERS` on are left out. Returns {} for a record that has no layers, or that
-    was shortened (`cut`).
+    Layers from `MAX_LAYERS` on are left out. Returns {} for a record that has no layers, or whose
+    lists were shortened (`cut`).
     """
     layers = jsonl.numbers(record, "gate_entropy_layers")[:MAX_LAYERS]
-    if not layers or "cut" in record:
+    if not layers or jsonl.text(record, "cut") in heartbeat.TRIMMABLE:
         return {}
     found: dict[str, float | None] = {f"gate_entropy:{i}": each for i, each in enumerate(layers)}
     lowest = min(layers)

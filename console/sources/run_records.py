@@ -14,7 +14,7 @@ from console.sources.reducer import UNITS, LatestRecords, Reducer, alert_of
 from console.sources.series import Series
 from console.sources.summary import Summary
 from console.status_text import counted
-from trainers.contract import jsonl, rundir
+from trainers.contract import heartbeat, jsonl, rundir
 
 RECENT_BYTES = 256 << 10
 """Bytes at the end of a heartbeat or sample file that are read if only the end is read."""
@@ -180,7 +180,7 @@ def progress_figures(progress: Records, loss_unit: str) -> dict[str, Figure]:
         "fetches": "newest 200 fetches",
         "run": f"up to step {step}",
     }
-    if "cut" in record:  # the list of durations was shortened
+    if jsonl.text(record, "cut") in heartbeat.TRIMMABLE:  # the list of durations was shortened
         windows["steps"] = "steps since the record before"
     figures = {}
     for name, (unit, window) in UNITS.items():

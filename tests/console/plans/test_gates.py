@@ -377,6 +377,15 @@ def test_a_gate_passes_over_whole_records_only(name):
     assert overall(two) == ("pass" if source == gates.RANK0 else "unknown"), source
 
 
+def test_the_durations_count_if_a_long_record_lost_other_figures():
+    written = attempt(1, range(1, 61), **FIGURES)
+    bounds = {"toks_per_s_50_above": 1, "step_ratio_below": 2}
+    for cut, wanted in (("other figures", "pass"), ("steps_dt_s", "unknown")):
+        for record in written.records:
+            record["cut"] = cut
+        assert overall(evaluate(summed(written), bounds)) == wanted, cut
+
+
 def test_supervisor_json_gives_the_same_result_to_the_next_reader():
     first, second = killed_then_resumed()
     found = summed(first, second, stalls=1)

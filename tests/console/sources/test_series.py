@@ -22,8 +22,10 @@ SHORTENED = "steps since the record before"
 
 
 @pytest.mark.parametrize(
-    ("more", "window"), [({}, "last 20 steps"), ({"cut": "steps_dt_s"}, SHORTENED)]
-)
+    ("more", "window"),
+    [({}, "last 20 steps"), ({"cut": "steps_dt_s"}, SHORTENED),
+     ({"cut": "other figures"}, "last 20 steps")],
+)  # fmt: skip
 def test_a_figure_names_the_steps_that_it_covers(more, window):
     record = {"step": 100, "ts": 1.0, "steps_dt_s": [0.1] * 20, "loss": 2.0, "toks_per_s": 9.0}
     means = dict.fromkeys(("dt_fetch_s", "dt_forward_s", "dt_backward_s", "dt_optimizer_s"), 0.5)

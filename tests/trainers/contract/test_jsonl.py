@@ -34,3 +34,12 @@ def test_a_line_is_never_longer_than_4_kib_and_stays_a_heartbeat(durations, text
     assert heartbeat.accept(record) is not None
     cut = json.loads(heartbeat.encode(GOOD | {"steps_dt_s": [0.1234567] * 2000}))
     assert (cut["cut"], 10 < len(cut["steps_dt_s"]) < 2000) == ("steps_dt_s", True)
+
+
+def test_a_long_record_loses_first_the_figures_that_the_contract_does_not_name():
+    own = {f"layers.{i}.grad_norm": 0.1234567890123456 for i in range(200)}
+    known = {"loss": 2.5, "toks_per_s": 9.0, "grad_norm": 1.0, "steps_dt_s": [0.1]}
+    found = json.loads(heartbeat.encode({**known, **own, **GOOD}))
+    assert found == known | GOOD | {"cut": "other figures"}
+    found = json.loads(heartbeat.encode(GOOD | known | {"loss": "x" * 5000}))
+    assert found == GOOD | {"cut": "all figures"}
