@@ -23,7 +23,7 @@ from trainers.contract.pulse import Pulse
 MAX_LOADED, MAX_OVERRIDES = 1024, 64
 NO_STEP = "rank 0 recorded no step before it exited, so this run has no figures"
 NO_END = "the number of records after record"
-EVERY_S = 1.0
+EVERY_S, NEAR_S = 1.0, 2.0
 STEPPING = ("fetch", "forward", "backward", "optimizer", "log", "step")
 
 
@@ -33,35 +33,41 @@ class GpuTotals:
 
     The time between two samples counts if every rank of both samples was in a step. Time beyond
     `EVERY_S` is treated as idle, so that missing samples can only lower the use. The time from one
-    attempt to the next counts as idle.
+    attempt to the next counts as idle, and so does the time in which a step begins after other
+    work, if a sample of this work is at most `NEAR_S` older.
     """
 
     seconds: float = 0.0
     busy_s: dict[int, float] = field(default_factory=dict)
     seen_s: dict[int, float] = field(default_factory=dict)
     covered: dict[int, int] = field(default_factory=dict)
-    """The number of steps between the counted samples of an attempt. The key is the attempt."""
+    """The number of steps that began in the counted time of an attempt. The key is the attempt."""
     trouble: str = ""
     """Why the use of the GPUs is not known, or "" if it is known."""
     newest: tuple[int, float, int] | None = None
-    """Attempt, monotonic time and step of the newest sample, if all its ranks were in a step."""
+    """Attempt, monotonic time and step of the newest sample whose ranks were all in a step."""
     mono: float = -math.inf
+    """The monotonic time of the newest sample."""
 
     def add(self, sample: Record) -> None:
         """Adds a sample. A sample without an attempt, or not newer than the others, is ignored."""
         mono, attempt = jsonl.number(sample, "mono"), jsonl.integer(sample, "attempt")
         if mono is None or attempt is None or not self.mono < mono < math.inf:
             return
-        self.mono = mono
+        before, self.mono = self.mono, mono
         pulses = [jsonl.mapping(each, "pulse") for each in jsonl.entries(sample, "ranks")]
-        before, self.newest = self.newest, None
-        if pulses and all(jsonl.text(each, "phase") in STEPPING for each in pulses):
-            step = min(jsonl.integer(each, "step") or 0 for each in pulses)
-            self.newest = attempt, mono, step
-            if before is not None:
-                self._take(sample, mono - before[1], attempt == before[0])
-            if before is not None and attempt == before[0] and len(self.covered) < MAX_ATTEMPTS:
-                self.covered[attempt] = self.covered.get(attempt, 0) + step - before[2]
+        if not pulses or any(jsonl.text(each, "phase") not in STEPPING for each in pulses):
+            return
+        step = min(jsonl.integer(each, "step") or 0 for each in pulses)
+        last, self.newest = self.newest or (0, math.nan, 0), (attempt, mono, step)
+        was_stepping, since_s = last[1] == before, mono - before
+        if not was_stepping and since_s > NEAR_S:
+            return
+        is_same = was_stepping and attempt == last[0]
+        self._take(sample, since_s, is_same)
+        begun = step - last[2] if is_same else int((attempt, step) > (last[0], last[2]))
+        if len(self.covered) < MAX_ATTEMPTS:
+            self.covered[attempt] = self.covered.get(attempt, 0) + begun
 
     def _take(self, sample: Record, since_s: float, is_same: bool) -> None:
         counted_s = min(since_s, EVERY_S) if is_same else 0.0

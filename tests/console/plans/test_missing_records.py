@@ -131,3 +131,22 @@ def test_a_rank_that_died_before_it_joined_leaves_no_gap():
     assert result(found, no_stall=True).why == "rank 0, attempt 1: no record"
     found.take_end(1, 0, None)
     assert result(found, no_stall=True).result == "pass"
+
+
+@pytest.mark.parametrize(
+    ("lost", "without"), [(range(0), "0%"), (range(700, 800), "6%"), (range(1230, 1290), "25%")],
+    ids=["no sample is lost", "within a step", "at the begin of a step"],
+)  # fmt: skip
+def test_a_step_is_without_a_sample_only_if_the_samples_of_its_begin_are_lost(lost, without):
+    """Three steps of 600 s with a sample each second; before the third, 60 s of evaluation."""
+    gpus = [{"index": 0, "state": "ok", "util_pct": 96.0}]
+    found = summed(attempt(1, range(1, 4), steps_dt_s=[600.0]))
+    for at in range(-5, 1860):
+        phase = "load" if at < 0 else "eval" if 1200 <= at < 1260 else "forward"
+        step = 0 if at < 0 else (at - 60 * (at >= 1260)) // 600 + (phase != "eval")
+        pulses = [{"pulse": {"phase": phase, "step": step}}]
+        if at not in lost:
+            found.gpus.add({"mono": float(at), "attempt": 1, "gpus": gpus, "ranks": pulses})
+    gate = result(found, gpu_util_above_pct=80)
+    assert f"{without} of it without a sample" in gate.window
+    assert (gate.value > 95) == (without == "0%")
