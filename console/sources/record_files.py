@@ -249,10 +249,10 @@ class RecordFiles:
         self._cursors: Mapping[str, Cursor] = {} if cursors is None else cursors
         self._again_bytes = again_bytes
         self._followed: dict[str, RecordFile] = {}
-        self._turns: deque[str] = deque()
+        self._turns: list[str] = []
         self._unlisted = False
-        self.has_more = False
-        """True if the last poll stopped at its limit of bytes."""
+        self.behind: deque[str] = deque()
+        """The files that the last poll did not read to their ends, because of its limit."""
         self.is_legacy = False
         """True for a legacy run directory."""
 
@@ -294,20 +294,20 @@ class RecordFiles:
     def poll(self, limit_bytes: int, world: int = MAX_RANKS) -> Iterator[Batch]:
         """Yields about `limit_bytes` of new records; starts where the last poll stopped.
 
-        Heartbeat files of ranks beyond `world` are ignored.
+        The files are read in turns, so that a long file does not delay the others. Heartbeat files
+        of ranks beyond `world` are ignored.
         """
         self._discover(world)
-        left, ended = limit_bytes, 0
-        while left > 0 and ended < len(self._turns):
-            follower = self._followed[self._turns[0]]
-            records, taken = follower.poll(min(left, CHUNK_BYTES))
+        left, self.behind, ended = limit_bytes, deque(self._turns), list[str]()
+        while left > 0 and self.behind:
+            name, part_bytes = self.behind.popleft(), min(left, CHUNK_BYTES)
+            follower = self._followed[name]
+            records, taken = follower.poll(part_bytes)
             left -= taken
             if records:
-                yield Batch(self._turns[0], records, follower.cursor(), follower.replaced)
-            if taken < min(left + taken, CHUNK_BYTES):
-                self._turns.rotate(-1)
-                ended += 1
-        self.has_more = left <= 0
+                yield Batch(name, records, follower.cursor(), follower.replaced)
+            (ended if taken < part_bytes else self.behind).append(name)
+        self._turns = [*self.behind, *ended]
 
     def _discover(self, world: int) -> None:
         names = rundir.names(self.run)

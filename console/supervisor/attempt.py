@@ -60,7 +60,7 @@ class Attempt:
             self._reducer.mark_old()
         self.monitor = Monitor(context, run, self._heads, bool(former and not former.is_stored))
         self.tree = Tree(context.token, self._world, services.poller, link, context.home)
-        self.behind = False
+        self.behind = self._behind_ranks = False
         self.files = Files(self.path, number, self._world, context.reading)
         self._samples = rundir.samples(self.path, rundir.host_name())
         self._upkeep = Upkeep(services.directory, self.path, number, self._samples)
@@ -277,7 +277,7 @@ class Attempt:
             return "there is no shared memory: pulses and records are in one directory"
         if doubt := self._directory.doubt(RECORDS_OLD_S):
             return doubt
-        if self.behind or time.monotonic() - self._records_at > RECORDS_OLD_S:
+        if self._behind_ranks or time.monotonic() - self._records_at > RECORDS_OLD_S:
             return "not all records have been read"
         return ""
 
@@ -331,9 +331,9 @@ class Attempt:
 
     def take(self, news: Poll) -> None:
         """Adds the new content of the run's files to the attempt."""
-        self.behind = news.behind
+        self.behind, self._behind_ranks = news.behind, news.behind_ranks
         taken = self._observers.run("records", lambda: self._take_records(news), False)
-        if not self._caught_up and news.disk and not news.behind:
+        if not self._caught_up and news.disk and not news.behind_ranks:
             self._caught_up = True
             self._reducer.mark_old()
         self._learn(halt_file=self.known.halt_file or news.halt_file)

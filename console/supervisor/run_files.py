@@ -15,7 +15,7 @@ from console.sources import crash_log, gate_files, json_documents, legacy, proce
 from console.sources.crash_log import Crash
 from console.sources.gate_files import GateFiles
 from console.sources.pace import Progress, progress_of
-from console.sources.record_files import Batch, RecordFiles, read_end
+from console.sources.record_files import SAMPLES, Batch, RecordFiles, read_end
 from console.sources.summary import Summary
 from trainers.contract import jsonl, rundir
 
@@ -39,6 +39,8 @@ class Poll:
     """env.json of this attempt, or {} if it is not available."""
     behind: bool = False
     """True if the poll stopped at its limit, so more records may wait."""
+    behind_ranks: bool = False
+    """True if these records are not only samples."""
     unread: str = ""
     """Why the directory or a heartbeat file cannot be read, or ""."""
 
@@ -156,7 +158,9 @@ class Files:
             news.disk, news.csv = self._disk.poll(), self._csv.poll()
             news.env = self._env.poll()
             news.batches += self._reading.poll(LOOK_BYTES, self._world)
-            news.behind = self._reading.has_more
+            behind = self._reading.behind
+            news.behind = bool(behind)
+            news.behind_ranks = not all(name.startswith(SAMPLES) for name in behind)
             news.unread = self._reading.unread
         return news
 

@@ -6,13 +6,19 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from console import actions
+from console.run_state import Facts
+from console.sources.record_files import RecordFiles
 from console.sources.run import RunSource
 from console.supervisor import cross_check, former_documents, launch_spec
+from console.supervisor.attempt import Attempt
 from console.supervisor.launch_spec import PROJECT
+from console.supervisor.run_files import Files
 from tests.console.sources.directory import change
 from tests.launches import PROGRAMS, STUB, phase
 from trainers.contract import jsonl, rundir
@@ -208,3 +214,26 @@ def test_open_alerts_stay_open_after_an_adoption_and_end_with_the_attempt(begin,
     started.wait_over()
     (kept,) = RunSource(started.path).poll().alerts  # an attempt's end clears no checkpoint alert
     assert (kept.id, kept.acknowledged) == ("checkpoint-load", True)
+
+
+def test_a_run_is_watched_as_soon_as_its_heartbeats_are_read_while_samples_wait(tmp_path):
+    """The samples of some days take minutes."""
+    rundir.samples(tmp_path, "h").write_bytes(jsonl.encode({"v": 1, "pad": "x" * 4000}) * 2000)
+    files, seen = Files(tmp_path, 1, 1, RecordFiles(tmp_path)), []
+    attempt = SimpleNamespace(
+        _caught_up=False, _observers=SimpleNamespace(run=lambda *_: True), known=Facts(world=1),
+        _reducer=SimpleNamespace(mark_old=lambda: None), _learn=lambda **_: None, _records_at=0.0,
+        _sampler=SimpleNamespace(),
+    )  # fmt: skip
+    for step in range(1, 11):
+        record = {"v": 1, "rank": 0, "attempt": 1, "step": step, "ts": 1.0, "msg": "progress"}
+        with rundir.heartbeat(tmp_path, 0).open("ab") as stream:
+            stream.write(jsonl.encode(record) * (15_000 if step == 1 else 1))
+        news = files.poll(True)
+        Attempt.take(cast(Attempt, attempt), news)
+        steps = {each.get("step") for batch in news.batches for each in batch.records}
+        seen.append((step in steps - {1}, attempt._caught_up))
+        assert news.behind
+    assert seen[0] == (False, False)
+    assert seen[-5:] == [(True, True)] * 5
+    assert all(is_newest == caught_up for is_newest, caught_up in seen)
