@@ -21,6 +21,9 @@ from trainers.contract import jsonl, rundir
 BACKLOG_BYTES, LATE_BYTES = 256 << 10, 1 << 20
 """The most bytes of a log that one poll reads, and that a reader with `skips` leaves unread."""
 MAX_LINE_BYTES = 64 << 10
+LAST_BYTES = 256
+"""The log was rotated or replaced if at most this many bytes before the offset have changed."""
+TRUNCATED = b"[console: this log was truncated; lines may be missing]"
 ORDERED_S = 5.0
 """If no poll reads all logs to their ends for a longer time, their order is not known."""
 SAME_S = 1.0
@@ -48,7 +51,8 @@ def before(run: Path, attempt: int) -> list[LogLine]:
 class Log:
     """Follows one log. Reading starts at the start of the rotated file, if there is one.
 
-    Lines that were not read before a later rotation are skipped. With `skips`, reading starts
+    After a later rotation, reading continues in the rotated file. If this file does not have the
+    next lines, they are skipped, and the line `TRUNCATED` says so. With `skips`, reading starts
     `BACKLOG_BYTES` before the end; a reader that is later more than `LATE_BYTES` behind continues
     there. A line then says how much was skipped.
     """
@@ -57,8 +61,9 @@ class Log:
         self._run, self.path, self.source, self._skips = run, path, source, skips
         self._offset = self._rotated_bytes = 0
         """The next offset, below 0 in the rotated file, and the size of the rotated file."""
-        self._inode: int | None = None
-        self._carry = b""
+        self._has_begun = False
+        self._carry = self._last = b""
+        """The incomplete line, and the newest `LAST_BYTES` that were read from the log."""
         self.is_behind = False
         """True if the last poll stopped before the end of the log."""
 
@@ -71,7 +76,7 @@ class Log:
         try:
             with jsonl.opened(self.path, self._run) as fd:
                 status = os.fstat(fd)
-                skipped = self._seek(status)
+                skipped = self._seek(fd, status.st_size)
                 data = self._read(fd)
         except OSError:
             self.is_behind = False
@@ -85,22 +90,34 @@ class Log:
             self._carry = b""
         return lines
 
-    def _seek(self, status: os.stat_result) -> list[bytes]:
+    def _seek(self, fd: int, size_bytes: int) -> list[bytes]:
         """Finds the next offset; returns a line on the bytes that are skipped, if any."""
-        late_bytes = LATE_BYTES
-        if self._inode is None:
-            late_bytes = BACKLOG_BYTES
+        late_bytes, skipped, last = LATE_BYTES, list[bytes](), self._last
+        if not self._has_begun:
+            self._has_begun, late_bytes = True, BACKLOG_BYTES
             self._rotated_bytes = jsonl.size_bytes(rotated_log(self.path))
             self._offset = -self._rotated_bytes
-        elif status.st_ino != self._inode or status.st_size < self._offset:
-            self._offset, self._carry = 0, b""
-        self._inode = status.st_ino
-        if not self._skips or status.st_size - self._offset <= late_bytes:
-            return []
-        start = status.st_size - BACKLOG_BYTES
+        elif last and os.pread(fd, len(last), self._offset - len(last)) != last:
+            skipped = self._find_rotated()
+        if not self._skips or size_bytes - self._offset <= late_bytes:
+            return skipped
+        start = size_bytes - BACKLOG_BYTES
         skipped_bytes = start - self._offset + len(self._carry)
-        self._offset, self._carry = start, b""
+        self._offset, self._carry, self._last = start, b"", b""
         return [_skipped(skipped_bytes).encode()]
+
+    def _find_rotated(self) -> list[bytes]:
+        """Continues in the rotated file if it has the bytes that were read last, else in the log.
+
+        It lacks them after several rotations, or if only the end of a very long log was copied.
+        """
+        kept, last = rotated_log(self.path), self._last
+        if jsonl.read_bytes(kept, len(last), self._offset - len(last), self._run) == last:
+            self._rotated_bytes = jsonl.size_bytes(kept)
+            self._offset, self._last = self._offset - self._rotated_bytes, b""
+            return []
+        self._offset, self._carry, self._last = 0, b"", b""
+        return [TRUNCATED]
 
     def _read(self, fd: int) -> bytes:
         """Reads on in the rotated file, then in the log. Raises OSError."""
@@ -111,7 +128,7 @@ class Log:
             self._offset = self._offset + len(data) if data else 0
         if self._offset >= 0:
             rest = os.pread(fd, BACKLOG_BYTES - len(data), self._offset)
-            self._offset += len(rest)
+            self._offset, self._last = self._offset + len(rest), (self._last + rest)[-LAST_BYTES:]
             data += rest
         return data
 

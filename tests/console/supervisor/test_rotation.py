@@ -165,6 +165,27 @@ def test_readers_of_a_log_see_each_line_once_before_and_after_a_rotation(run):
     assert line.text.startswith("====")
 
 
+@pytest.mark.parametrize("skips", [False, True])
+def test_lines_between_the_last_read_and_a_rotation_are_read_or_reported(run, skips):
+    log, rotates, source = rundir.rank_log(run, 1, 0), rotation(run), LogSource(run, skips=skips)
+    append(log, numbered(0, 700))
+    assert numbers(source.poll()) == list(range(700))
+    whole = numbered(700, 805)
+    append(log, whole[:-50])  # the last line is not complete
+    assert rotates.poll()
+    append(log, whole[-50:])
+    assert numbers(source.poll()) == list(range(700, 805))
+    append(log, numbered(805, 1600))
+    assert rotates.poll()
+    append(log, numbered(1600, 2400))
+    assert rotates.poll()
+    append(log, numbered(2400, 2405))
+    said, *lines = source.poll()
+    assert said.text == "[console: this log was truncated; lines may be missing]"
+    assert numbers(lines) == list(range(2400, 2405))
+    assert source.poll() == []
+
+
 def test_a_display_that_falls_behind_skips_to_the_newest_lines_and_says_so(run):
     log = rundir.rank_log(run, 1, 0)
     append(log, numbered(0, 10))
