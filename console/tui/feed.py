@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 POLL_S = 1.0
 GLANCE_S = 0.25
+RECENT = 50
+"""Among this many of the newest launches, a live one is also found without a supervisor."""
 LOOK_BYTES = 1 << 20
 """`limit_bytes` of the `RunSource`: a long run is shown while its records are still being read."""
 STAMPED = ("supervisor.json", "events.jsonl", "gates.json", "../plan_state.json")
@@ -75,14 +78,15 @@ def find_newest(root: Path) -> Path | None:
 
 
 def find_live(found: Sequence[Path]) -> Path | None:
-    """Returns the first launch that may be alive among the first 50, or None.
+    """Returns the first launch that may be alive, or None.
 
-    A launch on another host or in another container counts only while its state is recent, because
-    a host that crashes records no end.
+    After the first `RECENT` launches, only those with a locked directory are read. A launch on
+    another host or in another container counts only while its state is recent, because a host that
+    crashes records no end.
     """
     from console.sources import launch_documents, liveness
 
-    for path in found[:50]:
+    for path in chain(found[:RECENT], filter(liveness.is_locked, found[RECENT:])):
         state = rundir.read_json(path / rundir.PLAN_STATE) or {}
         named = launch_documents.launch_state(path, path.name, {}, state).state
         if named in ("running", "waiting"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import fcntl
 import re
 import time
 
@@ -120,6 +121,21 @@ def test_the_newest_launch_is_opened_when_none_lives(tmp_path):
         path = directory.launch(tmp_path, stamp=stamp)
         directory.document(path / "plan_state.json", {"v": 1, "state": "ended", "phase": 0})
     assert find_newest(tmp_path) == path
+
+
+def test_a_live_launch_is_opened_behind_many_newer_ones_that_have_ended(tmp_path):
+    stamps = [f"20261121-03{number // 60:02}{number % 60:02}" for number in range(feed.RECENT + 2)]
+    oldest, *others = [directory.launch(tmp_path, stamp=stamp) for stamp in stamps]
+    for path in others:
+        directory.document(path / rundir.PLAN_STATE, {"v": 1, "state": "ended", "phase": 0})
+    owner = rundir.identity() | {"token": "mine"}
+    state = {"v": 1, "state": "running", "phase": 0, "supervisor": owner}
+    directory.document(oldest / rundir.PLAN_STATE, state)
+    directory.document(oldest / rundir.LOCK, {"token": "mine"})
+    with (oldest / rundir.LOCK).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert find_newest(tmp_path) == oldest
+    assert find_newest(tmp_path) == others[-1]
 
 
 async def test_no_run_opens_on_the_plan_with_its_checks(tmp_path):
