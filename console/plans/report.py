@@ -33,7 +33,7 @@ from trainers.contract.errors import ContractError
 
 NAME, MAX_CELL, MAX_ROWS = "report.md", 600, 1024
 MARKS = re.compile(r"[\\|`*\[\]!#]")
-HOUR_S, EVENT_BYTES = 3600.0, 1 << 20
+HOUR_S, EVENT_BYTES = 3600.0, 8 << 20
 CHARTS = (("loss", "loss"), ("toks_per_s", "speed"))
 """The series of each chart, and the word in its file name."""
 WIDTH, HEIGHT, MARGIN = 720, 240, 56
@@ -320,6 +320,8 @@ def _notes(source: RunSource, phases: Sequence[Phase]) -> Iterator[str]:
     launch = source.launch_path if source.is_launch else None
     rows: list[Sequence[object]] = []
     for folder in (*([launch] if launch else []), *(each.path for each in phases)):
+        if jsonl.size_bytes(folder / rundir.EVENTS) > EVENT_BYTES:
+            rows.append((folder.name, "", "", "", "the file is long; older events are left out"))
         for line in read_end(folder / rundir.EVENTS, EVENT_BYTES, folder).split(b"\n"):
             event = jsonl.decode(line) or {}
             kind = jsonl.text(event, "kind")
@@ -341,9 +343,7 @@ def _not_measured(phases: Sequence[Phase]) -> Iterator[str]:
         if lacking := [f"{name} ({window.format(steps=LAST_STEPS)})"
                        for name, (_, window, _) in FIGURES.items()
                        if each.figures[name] is None]:  # fmt: skip
-            rows.append(
-                (each.name, ", ".join(lacking), "no value recorded, or records are missing")
-            )
+            rows += [(each.name, ", ".join(lacking), "no value recorded, or records are missing")]
         if not each.state.gpus:
             rows.append((each.name, "use, power and memory of GPUs", "no sample has a GPU"))
         if each.state.skipped_records:

@@ -119,6 +119,20 @@ def test_a_figure_that_was_not_measured_differs_from_the_figure_of_a_record(laun
     assert ", toks_per_s (last 50 steps, tokens divided by time), " in lacking
 
 
+def test_a_report_says_that_it_lacks_the_notes_before_many_other_events(
+    launch, capsys, monkeypatch
+):
+    run = recorded(launch)
+    monkeypatch.setattr(report, "EVENT_BYTES", 2000)
+    for number in range(20):
+        directory.event(run, "note", by="supervisor", text=f"rank0.log was rotated {number}")
+    directory.event(run, "note", by="bob@host", text="moved it back", ts=1e9 + 60)
+    notes = said(capsys, "report", launch)[1].partition("## Notes and requests")[2]
+    assert "| moved it back |" in notes
+    assert "moved the rack" not in notes
+    assert "| 0-first |  |  |  | the file is long; older events are left out |" in notes
+
+
 def test_a_report_names_the_flag_that_a_request_changed(launch, capsys):
     flags = {"NSA_LR": {"value": "0.0005", "origin": "operator ann@host"},
              "NSA_TB_DISABLE": {"value": "1", "origin": "plan env"}}  # fmt: skip
