@@ -273,8 +273,9 @@ class Series:
     def eta_s(self, step: int, planned: int) -> float | None:
         """Returns the seconds to the planned step: 0 if it is reached, None without a known speed.
 
-        The speed includes pauses. But the time between two records is cut to `PAUSE` times its
-        usual length, so that one stall hardly changes the result.
+        The speed is that of the newest records, with pauses between them. But the time between two
+        records is cut to `PAUSE` times its usual length, so that one stall hardly changes the
+        result. A long save thus counts only in part.
         """
         if planned <= step:
             return 0.0
