@@ -188,6 +188,11 @@ class Suspect:
         main_runs = self._is_running or (self.main_share or 0.0) >= SPIN_SHARE
         return main_runs and not self.runs_python
 
+    @property
+    def gpu_computes(self) -> bool:
+        """True if the rank waits for its GPU, which computes: the rank waits for no peer."""
+        return self.where.kind == "device" and gpu_signs.kernel_words(self.gpu) == "computes"
+
 
 # --- the table of causes -------------------------------------------------------------------------
 

@@ -236,7 +236,7 @@ def _of_stacks(stall: Stall) -> Sign:
     """Names the ranks of the first group below that is not empty; see also `_odd`.
 
     - ranks whose native code holds the GIL
-    - ranks that do not wait for peers, for a GPU or to join
+    - ranks that do not wait for peers, to join, or for a GPU that is not known to compute
     - ranks that may wait for their GPU, but no kernel is known to run on it
     - ranks that wait to join; only if every rank has a stack
     - ranks that could not write a stack; only if all ranks with a stack wait for their peers
@@ -244,7 +244,8 @@ def _of_stacks(stall: Stall) -> Sign:
     places = stall.places()
     native = [rank for rank, place in places.items() if place.kind == "native"]
     joining = [rank for rank, place in places.items() if place.kind == "store"]
-    own = [rank for rank, place in places.items() if place.kind not in (*FOR_PEERS, "store")]
+    own = [each.number for each in stall.suspects
+           if each.gpu_computes or each.where.kind not in (*FOR_PEERS, "store")]  # fmt: skip
     own = own or [  # a rank that may wait for its GPU; the GPU is not known to run a kernel
         each.number for each in stall.suspects
         if each.where.kind == "device" and not gpu_signs.is_running(each.gpu)
@@ -263,11 +264,13 @@ def _of_stacks(stall: Stall) -> Sign:
 def _of_processes(stall: Stall) -> Sign:
     """Names the ranks that cannot run, or else the ranks that delay the start-up of the others.
 
-    If there are no such ranks, names the ranks that compute (`runs`) or have a wait of their own
-    (`waits`). Names no rank if all of several ranks were found.
+    If there are no such ranks, names the ranks that compute (`runs`, `gpu_computes`) or have a wait
+    of their own (`waits`). Names no rank if all of several ranks were found.
     """
     odd = [each for each in stall.suspects if each.cannot_run]
-    odd = odd or _starting(stall) or [each for each in stall.suspects if each.waits or each.runs]
+    odd = odd or _starting(stall) or [
+        each for each in stall.suspects if each.waits or each.runs or each.gpu_computes
+    ]  # fmt: skip
     said = list[str]()
     for each in odd:
         used = "" if each.share is None else f", {each.share:.0%} of a core"

@@ -101,9 +101,10 @@ def odd_ranks(gpus: Mapping[int, Gpu | None]) -> tuple[int, ...]:
     """Returns the ranks that the GPUs name as the cause of a stall.
 
     Lost GPUs name their ranks. If no GPU is lost, each GPU must be idle, or run a kernel with a
-    known power draw; otherwise returns (). If some GPUs are idle, and others are not, the idle GPUs
-    name their ranks. If all GPUs run a kernel, and some kernels compute little (perhaps a wait for
-    a peer), the GPUs that compute name their ranks.
+    known power draw; otherwise returns (). A kernel that computes little perhaps waits for a peer.
+    If all other GPUs run such kernels, the idle GPUs name their ranks, or else the GPUs that
+    compute. If some GPUs are idle and others compute, returns (): the ranks of the idle GPUs may
+    wait on the CPU for the others.
     """
     groups: dict[str, list[int]] = {}
     for rank, gpu in gpus.items():
@@ -112,6 +113,6 @@ def odd_ranks(gpus: Mapping[int, Gpu | None]) -> tuple[int, ...]:
         groups.setdefault(kind, []).append(rank)
     if "lost" in groups:
         return tuple(sorted(groups["lost"]))
-    if "" in groups or len(groups) < 2:
+    if "" in groups or len(groups) < 2 or {"idle", "computes"} <= groups.keys():
         return ()
     return tuple(sorted(groups.get("idle") or groups.get("computes", ())))

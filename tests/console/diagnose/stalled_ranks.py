@@ -7,6 +7,7 @@ from dataclasses import replace
 from console.diagnose.evidence import Evidence
 from console.diagnose.rank_evidence import RankEvidence
 from console.diagnose.verdict import diagnose
+from console.model import Gpu
 from console.plan import Watch
 from console.sources.descriptors import BlockedOn
 from console.sources.flight import Collective, FlightRecord
@@ -118,9 +119,15 @@ def runs(*given, **more):
 
 
 LOADER = Frame(f"{TORCH}/utils/data/dataloader.py", 1131, "_try_get_data")
+FILE_LOCK = Frame("/venv/lib/python3.11/site-packages/filelock/_api.py", 330, "acquire"), OWN
 GET = (Frame("/usr/lib/python3.11/queue.py", 171, "get"), OWN)
 ASLEEP = replace(IDLE, main=BlockedOn("timer", "a timer"))
+RUNS = replace(IDLE, state="R", wchan="", main=BlockedOn("none", ""))
+TCP = BlockedOn("network", "a socket to 10.0.0.7:443")
 FOUR = alike("backward")
+SPINS = Gpu(0, "NVIDIA H100", "ok", 100.0, 120.3, 700.0, minor=0)
+"""The figures are from an H100."""
+COMPUTES, AT_REST = replace(SPINS, power_w=610.0), replace(SPINS, util_pct=0.0, power_w=74.0)
 
 
 def four(last=(11, 11, 11, 10), stacks=(PEERS, PEERS, PEERS, (OWN,)), before=None, after=None):
@@ -131,6 +138,17 @@ def four(last=(11, 11, 11, 10), stacks=(PEERS, PEERS, PEERS, (OWN,)), before=Non
         after={r: replace(p, mono=2.0) for r, p in (usual | (after or {})).items()},
         stacks={r: stack(r, *frames) for r, frames in enumerate(stacks) if frames},
         flights={r: flight(r, number) for r, number in enumerate(last) if number},
+    )
+
+
+def with_gpu_of_rank_3(frames, process, last=()):
+    """Returns the evidence of four ranks: the GPU of rank 3 computes, and the others are idle."""
+    processes = {**dict.fromkeys(range(3), process), 3: RUNS}
+    found = four(last, (frames,) * 3 + ((OWN,),), processes, processes)
+    busy = replace(RUNS, cpu_ticks=300, mono=2.0)
+    gpus = {n: replace(AT_REST, index=n, minor=n) for n in range(3)}
+    return replace(
+        found, after={**found.after, 3: busy}, gpus=gpus | {3: replace(COMPUTES, index=3, minor=3)}
     )
 
 

@@ -26,6 +26,7 @@ from tests.console.diagnose.stalled_ranks import (
     PAIR,
     PEERS,
     RECV,
+    TCP,
     WATCH,
     alike,
     called,
@@ -77,7 +78,6 @@ ACQUIRES = (Frame("/usr/lib/python3.11/threading.py", 327, "acquire"), OWN)
 PUTS = (Frame("/usr/lib/python3.11/multiprocessing/queues.py", 377, "put"), OWN)
 SELECTS = (Frame("/usr/lib/python3.11/selectors.py", 468, "select"), OWN)
 FULL = BlockedOn("pipe", "a pipe that is full")
-TCP = BlockedOn("network", "a socket to 10.0.0.7:443")
 
 
 @pytest.mark.parametrize(

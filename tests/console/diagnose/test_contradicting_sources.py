@@ -14,6 +14,7 @@ from console.sources.descriptors import BlockedOn
 from console.sources.kernel_evidence import ProcessEvidence
 from tests.console.diagnose.stalled_ranks import (
     ASLEEP,
+    FILE_LOCK,
     FOUR,
     GATHER,
     GET,
@@ -21,6 +22,8 @@ from tests.console.diagnose.stalled_ranks import (
     LOADER,
     OWN,
     PEERS,
+    RUNS,
+    TCP,
     called,
     explained,
     flight,
@@ -28,10 +31,10 @@ from tests.console.diagnose.stalled_ranks import (
     of_main_only,
     rank,
     stack,
+    with_gpu_of_rank_3,
     working,
 )
 
-RUNS = replace(IDLE, state="R", wchan="", main=BlockedOn("none", ""))
 SPIN = {r: replace(RUNS, cpu_ticks=100) for r in range(3)}
 MISLEADING = {
     "none": (four(), FOUR),
@@ -54,6 +57,15 @@ MISLEADING = {
     ),
     "only the culprit reports its phase": (four(), (*(rank(n, "step") for n in range(3)),
                                                     rank(3, "fetch"))),
+    "the others wait on the CPU for the file lock of a rank whose GPU computes": (
+        with_gpu_of_rank_3(FILE_LOCK, ASLEEP), FOUR,
+    ),
+    "the others sleep until a rank whose GPU computes has written a file": (
+        with_gpu_of_rank_3((OWN,), ASLEEP), FOUR,
+    ),
+    "the others wait in the store for a rank whose GPU computes": (
+        with_gpu_of_rank_3((OWN,), replace(IDLE, main=TCP)), FOUR,
+    ),
 }  # fmt: skip
 
 

@@ -13,12 +13,18 @@ from console.model import Gpu
 from console.sources.descriptors import BlockedOn
 from console.sources.stacks import Frame
 from tests.console.diagnose.stalled_ranks import (
+    ASLEEP,
+    AT_REST,
+    COMPUTES,
     FOUR,
     IDLE,
     NOW,
     OWN,
     PAIR,
     PEERS,
+    RUNS,
+    SPINS,
+    TCP,
     TORCH,
     WAITING,
     WATCH,
@@ -32,6 +38,7 @@ from tests.console.diagnose.stalled_ranks import (
     runs,
     sampled,
     stack,
+    with_gpu_of_rank_3,
     working,
 )
 
@@ -129,16 +136,13 @@ def test_the_main_thread_holds_the_gil_for_sure_only_while_its_process_runs(proc
     assert process != {} or "train.py" not in verdict.sentence
 
 
-# --- GPUs; the figures of `SPINS` are from an H100 ---------------------------------------------
+# --- GPUs ----------------------------------------------------------------------------------------
 
-SPINS = Gpu(0, "NVIDIA H100", "ok", 100.0, 120.3, 700.0, minor=0)
-COMPUTES, AT_REST = replace(SPINS, power_w=610.0), replace(SPINS, util_pct=0.0, power_w=74.0)
 SILENT = Gpu(0, "NVIDIA H100", "error", why="no answer for 9 s", minor=0)
-BUSY = replace(IDLE, state="R", main=BlockedOn("none", ""))
 ALL_OWN = {0: stack(0, OWN), 1: stack(1, OWN)}
 
 
-def alone(gpus, process=BUSY):
+def alone(gpus, process=RUNS):
     """Returns the evidence of one rank, which uses a core and has its own code in its stack."""
     return Evidence(
         {0: process}, {0: replace(process, cpu_ticks=300, mono=2.0)}, {0: stack(0, OWN)},
@@ -170,8 +174,8 @@ def test_a_core_in_use_is_an_endless_loop_only_where_no_gpu_is_waited_for(gpus, 
 def pair(first_gpu, second_gpu, second=OWN):
     """Returns the evidence of two ranks with one GPU each; rank 0 waits for its peers."""
     return Evidence(
-        {0: BUSY, 1: BUSY},
-        {n: replace(BUSY, cpu_ticks=300, mono=2.0) for n in (0, 1)},
+        {0: RUNS, 1: RUNS},
+        {n: replace(RUNS, cpu_ticks=300, mono=2.0) for n in (0, 1)},
         {0: stack(0, *PEERS), 1: stack(1, second)},
         {0: flight(0, 11), 1: flight(1, 10)},
         gpus={0: first_gpu, 1: replace(second_gpu, index=1, minor=1)},
@@ -197,6 +201,27 @@ def test_the_rank_whose_gpu_computes_while_the_others_spin_is_named():
     assert "which computes" in found.sentence
 
 
+@pytest.mark.parametrize(
+    ("frames", "process", "last"),
+    [
+        (PEERS, IDLE, (11, 11, 11, 10)),  # a barrier of gloo
+        (PEERS, IDLE, ()),
+        ((OWN,), IDLE, ()),  # `work.wait()`
+        ((OWN,), replace(IDLE, main=TCP), ()),  # `store.wait()`
+    ],
+)
+def test_the_rank_whose_gpu_computes_while_the_others_wait_for_it_on_the_cpu_is_named(
+    frames, process, last
+):
+    found = with_gpu_of_rank_3(frames, process, last)
+    assert "which computes" in expect(found, FOUR, "device", 3, "medium").sentence
+
+
+def test_no_rank_is_named_if_the_others_sleep_while_one_gpu_computes():
+    """For example, they sleep until the file exists that rank 3 writes."""
+    expect(with_gpu_of_rank_3((OWN,), ASLEEP), FOUR, "all-ranks", None, "low")
+
+
 def test_a_gpu_without_figures_is_at_most_low_and_no_endless_loop():
     """The GPU of rank 1 has no utilisation, as with MIG, or is not known, as with WSL."""
     unknown = replace(SPINS, util_pct=None)
@@ -213,9 +238,9 @@ def test_another_thread_that_uses_a_core_makes_no_wait_of_the_main_thread():
 
 def test_a_rank_that_shares_its_core_waits_in_the_same_frame_as_the_others():
     """Rank 1 is in state S in both samples, and uses less than a whole core."""
-    slow, whole = replace(BUSY, state="S"), pair(SPINS, SPINS)
+    slow, whole = replace(RUNS, state="S"), pair(SPINS, SPINS)
     after = {**whole.after, 1: replace(slow, cpu_ticks=180, mono=2.0)}
-    found = replace(whole, before={0: BUSY, 1: slow}, after=after, stacks=ALL_OWN, flights={})
+    found = replace(whole, before={0: RUNS, 1: slow}, after=after, stacks=ALL_OWN, flights={})
     expect(found, PAIR, "device", None, "medium")
 
 
