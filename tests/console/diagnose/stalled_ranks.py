@@ -103,6 +103,11 @@ def alike(phase, **more):
     return tuple(rank(number, phase, **more) for number in range(4))
 
 
+def starting(world, phase="boot"):
+    """Returns ranks that have not begun a step, for longer than their limit."""
+    return [replace(rank(n, phase, 0), unchanged_s=500.0) for n in range(world)]
+
+
 def of_main_only(number, *frames):
     """Returns the dump of a signal handler, which has only the main thread."""
     return Stack(number, NOW, "x", (Thread("main", frames or (OWN,)),))

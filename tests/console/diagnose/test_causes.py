@@ -11,11 +11,9 @@ from console.diagnose.evidence import Evidence
 from console.diagnose.stack_classes import _DATA
 from console.diagnose.verdict import diagnose
 from console.sources.descriptors import BlockedOn, Connection
-from console.sources.flight import Collective, FlightRecord
 from console.sources.kernel_evidence import ChildEvidence
 from console.sources.stacks import Frame, Stack, Thread
 from tests.console.diagnose.stalled_ranks import (
-    ASLEEP,
     FOUR,
     GATHER,
     GET,
@@ -30,7 +28,6 @@ from tests.console.diagnose.stalled_ranks import (
     WATCH,
     alike,
     called,
-    collective,
     evidence,
     expect,
     explained,
@@ -38,7 +35,6 @@ from tests.console.diagnose.stalled_ranks import (
     rank,
     runs,
     stack,
-    working,
 )
 
 CASES = {
@@ -105,23 +101,6 @@ def test_the_object_of_the_kernel_counts_more_than_the_class_of_the_stack(
     process = replace(IDLE, main=main)
     found = four(stacks=(PEERS, PEERS, PEERS, frames), after={3: process})
     expect(found, alike(phase), cause, 3, sure)
-
-
-def starting(world, phase="boot"):
-    """Returns ranks that have not begun a step, for longer than their limit."""
-    return [replace(rank(n, phase, 0), unchanged_s=500.0) for n in range(world)]
-
-
-@pytest.mark.parametrize("phase", ["", "boot"])
-def test_during_the_start_the_rank_that_works_is_the_cause_and_not_those_that_wait(phase):
-    """No rank has a stack. For example, a rank without a pulse (phase "") is not dumped."""
-    before, after = working(0.0)
-    asleep = dict.fromkeys((0, 1, 3), ASLEEP)
-    found = Evidence(
-        asleep | {2: before}, {n: replace(p, mono=2.0) for n, p in asleep.items()} | {2: after}
-    )
-    verdict = expect(found, starting(4, phase), "startup", 2, "medium")
-    assert "has not joined the other ranks and runs at 95% of a core" in verdict.sentence
 
 
 @pytest.mark.parametrize(("late", "world", "odd"), [((0,), 2, 0), ((3,), 4, 3), ((0, 1, 2), 4, 3)])
@@ -339,32 +318,3 @@ def test_an_ended_child_of_another_program_is_no_worker_of_the_loader():
         found = explained(evidence((LOADER, OWN), children=(child,)), *PAIR)
         assert found.cause == "loader"
         assert ("worker 9" in found.sentence) is words
-
-
-# --- before the first step -----------------------------------------------------------------------
-
-JOINS = collective("_new_process_group_helper")[0]
-
-
-def test_ranks_that_all_wait_to_join_have_not_started_and_none_is_blamed():
-    """For example, a rank expects more ranks than there are."""
-    found = Evidence(
-        dict.fromkeys((0, 1), IDLE), dict.fromkeys((0, 1), replace(IDLE, mono=2.0)),
-        {n: stack(n, JOINS, OWN) for n in (0, 1)},
-    )  # fmt: skip
-    verdict = expect(found, starting(2), "startup", None, "medium")
-    assert "each waits for its peers to join" in verdict.sentence
-
-
-def test_of_several_ranks_that_have_not_joined_none_is_blamed_for_certain():
-    """For example, ranks 1 and 2 wait for rank 3, which expects five ranks; rank 0 has joined."""
-    processes = dict.fromkeys(range(4), IDLE)
-    group = "gloo 0 default_pg"
-    first = Collective(group, 1, "all_gather", "[1] int64", False)
-    found = Evidence(
-        processes, dict.fromkeys(processes, replace(IDLE, mono=2.0)),
-        {0: stack(0, *PEERS), **{n: stack(n, JOINS, OWN) for n in (1, 2, 3)}},
-        {0: FlightRecord(0, NOW, "x", {group: 1}, (first,)),
-         **{n: FlightRecord(n, NOW, "x", {}, ()) for n in (1, 2, 3)}},
-    )  # fmt: skip
-    expect(found, starting(4), "startup", 1, "medium")
