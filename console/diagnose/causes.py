@@ -16,7 +16,7 @@ from console.diagnose.rank_evidence import (
 from console.diagnose.stack_classes import Where, loader_thread
 from console.model import Gpu
 from console.sources.descriptors import NOTHING, BlockedOn
-from console.sources.kernel_evidence import ProcessEvidence, cpu_share
+from console.sources.kernel_evidence import ProcessEvidence, ThreadEvidence, cpu_share
 from console.sources.stacks import Stack
 
 ABNORMAL_STATES = ("D", *LASTING_STATES)
@@ -151,6 +151,16 @@ class Suspect:
         return False if is_free or most >= GIL_HELD_PER_S else None
 
     @property
+    def stuck_thread(self) -> ThreadEvidence | None:
+        """Another thread in state D in both samples, if the main thread waits for a thread."""
+        if self.where.kind not in ("thread", "queue", "lock"):
+            return None
+        if self.before is None or self.after is None or self.main.kind not in ("futex", "none"):
+            return None
+        stuck = {each.tid for each in self.before.threads if each.state == "D"} - {self.after.pid}
+        return next((t for t in self.after.threads if t.state == "D" and t.tid in stuck), None)
+
+    @property
     def uses_a_core(self) -> bool:
         """True if the process runs in both samples, or uses most of a core."""
         return self._is_running or (self.share or 0.0) >= BUSY_SHARE
@@ -221,9 +231,12 @@ def _exited(of: Suspect) -> str:
 
 
 def _disk(of: Suspect) -> str:
-    if of.state != "D" and of.main.kind != "disk":
-        return ""
-    return f"is in uninterruptible sleep{_on(of)}" if of.state == "D" else f"waits{_on(of)}"
+    if of.state == "D":
+        return f"is in uninterruptible sleep{_on(of)}"
+    if (thread := of.stuck_thread) and not _loader(of):
+        within = f" (in {thread.wchan})" if thread.wchan else ""
+        return f"{of.where.text}, and its thread {thread.tid} is in uninterruptible sleep{within}"
+    return f"waits{_on(of)}" if of.main.kind == "disk" else ""
 
 
 def _loader(of: Suspect) -> str:

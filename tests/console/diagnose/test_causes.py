@@ -11,7 +11,7 @@ from console.diagnose.evidence import Evidence
 from console.diagnose.stack_classes import _DATA
 from console.diagnose.verdict import diagnose
 from console.sources.descriptors import BlockedOn, Connection
-from console.sources.kernel_evidence import ChildEvidence
+from console.sources.kernel_evidence import ChildEvidence, ThreadEvidence
 from console.sources.stacks import Frame, Stack, Thread
 from tests.console.diagnose.stalled_ranks import (
     FOUR,
@@ -203,6 +203,40 @@ def test_a_queue_that_the_thread_of_the_data_does_not_fill_is_a_data_loader(
     stacks = {n: with_thread(n, PEERS, *peers, name=name) for n in range(3)}
     stacks[3] = with_thread(3, GET, *own, name=name)
     expect(replace(four(after={3: IDLE}), stacks=stacks), alike(phase), cause, 3, sure)
+
+
+COLLECTS = (
+    Frame("/usr/lib/python3.11/threading.py", 327, "wait"),
+    Frame("/usr/lib/python3.11/concurrent/futures/_base.py", 305, "wait"),
+    Frame("/job/trainers/saver.py", 93, "collect"),
+)
+
+
+@pytest.mark.parametrize(
+    ("frames", "states", "phase", "cause"),
+    [
+        (COLLECTS, "DD", "save", "disk"),
+        (PUTS, "DD", "log", "disk"),
+        (COLLECTS, "SD", "save", "lock"),
+        (GET, "DD", "fetch", "loader"),  # the thread reads the data of the rank
+        ((OWN,), "DD", "log", "lock"),
+    ],
+)
+def test_a_rank_that_waits_for_a_thread_in_uninterruptible_sleep_waits_for_the_disk(
+    frames, states, phase, cause
+):
+    """For example, a save in the background hangs on a network file system."""
+    main = ThreadEvidence(1000, "python", "S", IDLE.wchan, 50)
+    processes = [
+        replace(IDLE, mono=2.0 * at,
+                threads=(main, ThreadEvidence(1100, "python", state, "nfs_wait_bit_killable", 5)))
+        for at, state in enumerate(states)
+    ]  # fmt: skip
+    found = Evidence({0: processes[0]}, {0: processes[1]}, {0: stack(0, *frames)})
+    late = replace(rank(0, phase), unchanged_s=400.0)
+    verdict = expect(found, (late,), cause, 0, "high")
+    words = ", and its thread 1100 is in uninterruptible sleep (in nfs_wait_bit_killable)"
+    assert (words in verdict.sentence) == (cause == "disk"), verdict.sentence
 
 
 @pytest.mark.decision("verdict-cause", "true")
