@@ -59,6 +59,8 @@ class Suspect:
     """The value of the rank in `Evidence.gpus`."""
     uses_gpu: bool
     """True if the rank has a value in `Evidence.gpus`."""
+    is_alone: bool
+    """True if the run has no other rank."""
     calls_other: bool = False
     """True if the rank calls another collective than its peers, by flight records or stacks."""
 
@@ -260,11 +262,13 @@ def _loader(of: Suspect) -> str:
 
 
 def _startup(of: Suspect) -> str:
-    starting = not of.rank.phase or of.rank.phase == "boot" or of.where.kind == "store"
+    # The only rank waits for no other rank, so its process may show another cause.
+    starting = of.rank.phase in ("", "boot") and not (of.is_alone and of.after)
+    starting = starting or of.where.kind == "store"
     if not starting or of.rank.phase == "exit" or of.main.kind in ("lock", "child", "pipe"):
         return ""
     does = f" and runs{_used(of)}" * of.uses_a_core or f" and waits{_on(of)}" * bool(of.main.text)
-    return f"has not joined the other ranks{does}"
+    return f"has not {'finished its start-up' if of.is_alone else 'joined the other ranks'}{does}"
 
 
 def _lock(of: Suspect) -> str:

@@ -84,7 +84,8 @@ class Stall:
 
     def __init__(self, moment: Moment, evidence: Evidence) -> None:
         self.moment, self.ranks, self.evidence = moment, moment.running, evidence
-        self.suspects = _with_gpus([_suspect(each, evidence) for each in self.ranks])
+        alone = len((*self.ranks, *moment.exited, *moment.doubtful)) == 1
+        self.suspects = _with_gpus([_suspect(each, evidence, alone) for each in self.ranks])
         self.difference = self._find_difference()
         if self.difference.kind == "mismatch":
             odd = self.difference.ranks
@@ -172,12 +173,12 @@ class Stall:
         return found
 
 
-def _suspect(rank: RankEvidence, evidence: Evidence) -> Suspect:
+def _suspect(rank: RankEvidence, evidence: Evidence, is_alone: bool) -> Suspect:
     number = rank.rank
     return Suspect(
         rank, evidence.before.get(number), evidence.after.get(number),
         evidence.places.get(number, NO_WHERE), evidence.stacks, evidence.gpus.get(number),
-        number in evidence.gpus,
+        number in evidence.gpus, is_alone,
     )  # fmt: skip
 
 

@@ -10,12 +10,17 @@ from console.diagnose.evidence import Evidence
 from console.sources.flight import Collective, FlightRecord
 from tests.console.diagnose.stalled_ranks import (
     ASLEEP,
+    DOWNLOADS,
+    FILE_LOCK,
     IDLE,
     NOW,
     OWN,
     PEERS,
+    TCP,
     collective,
     expect,
+    explained,
+    rank,
     stack,
     starting,
     working,
@@ -34,6 +39,23 @@ def test_during_the_start_the_rank_that_works_is_the_cause_and_not_those_that_wa
     )
     verdict = expect(found, starting(4, phase), "startup", 2, "medium")
     assert "has not joined the other ranks and runs at 95% of a core" in verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("frames", "main", "cause"),
+    [
+        (DOWNLOADS, TCP, "network"),
+        (FILE_LOCK, ASLEEP.main, "lock"),
+        ((JOINS, OWN), TCP, "startup"),
+    ],
+)
+def test_the_only_rank_waits_for_no_rank_to_join(frames, main, cause):
+    process = replace(IDLE, main=main)
+    found = Evidence({0: process}, {0: replace(process, mono=2.0)}, {0: stack(0, *frames)})
+    verdict = expect(found, starting(1), cause, 0, "high")
+    assert ("has not finished its start-up" in verdict.sentence) == (cause == "startup")
+    another = explained(found, *starting(1), replace(rank(1), doubt="lost"))
+    assert "it has not joined the other ranks" in another.sentence
 
 
 def test_ranks_that_all_wait_to_join_have_not_started_and_none_is_blamed():
