@@ -85,7 +85,8 @@ def _without_locks(process: ProcessEvidence) -> ProcessEvidence:
     main = process.main
     if main.kind == "lock" and main.unsure and "holds a lock" in main.text:
         main = BlockedOn("timer", "a timer", unsure=True)
-    return replace(process, main=replace(main, text=HELD_BY.sub("", main.text)))
+    main = replace(main, text=HELD_BY.sub("", main.text), holder=0)
+    return replace(process, main=main, has_flock=False)
 
 
 def _without_tables(process: ProcessEvidence) -> ProcessEvidence:

@@ -61,6 +61,8 @@ class Suspect:
     """True if the rank has a value in `Evidence.gpus`."""
     is_alone: bool
     """True if the run has no other rank."""
+    holder: int | None = None
+    """The other rank for whose file lock this rank waits, or None."""
     calls_other: bool = False
     """True if the rank calls another collective than its peers, by flight records or stacks."""
 
@@ -267,7 +269,8 @@ def _startup(of: Suspect) -> str:
     starting = starting or of.where.kind == "store"
     if not starting or of.rank.phase == "exit" or of.main.kind in ("lock", "child", "pipe"):
         return ""
-    does = f" and runs{_used(of)}" * of.uses_a_core or f" and waits{_on(of)}" * bool(of.main.text)
+    waits = of.where.text if of.where.kind == "file" else f"waits{_on(of)}" * bool(of.main.text)
+    does = f" and runs{_used(of)}" * of.uses_a_core or f" and {waits}" * bool(waits)
     return f"has not {'finished its start-up' if of.is_alone else 'joined the other ranks'}{does}"
 
 

@@ -85,7 +85,8 @@ class Stall:
     def __init__(self, moment: Moment, evidence: Evidence) -> None:
         self.moment, self.ranks, self.evidence = moment, moment.running, evidence
         alone = len((*self.ranks, *moment.exited, *moment.doubtful)) == 1
-        self.suspects = _with_gpus([_suspect(each, evidence, alone) for each in self.ranks])
+        suspects = [_suspect(each, evidence, alone) for each in self.ranks]
+        self.suspects = _with_holders(_with_gpus(suspects))
         self.difference = self._find_difference()
         if self.difference.kind == "mismatch":
             odd = self.difference.ranks
@@ -207,6 +208,31 @@ def _with_gpus(suspects: Sequence[Suspect]) -> list[Suspect]:
     return found
 
 
+def _with_holders(suspects: Sequence[Suspect]) -> list[Suspect]:
+    """Returns the suspects; those that wait for a file lock of another rank have its number.
+
+    A library that asks for its lock at intervals shows no holder. The holder is then a rank that
+    has a lock by `flock`, because most libraries use it. A holder that waits for its peers does not
+    count: it waits for the ranks that wait for its lock.
+    """
+    by_pid = {each.rank.pid: each for each in suspects if each.rank.pid}
+    having = [each for each in suspects if each.after and each.after.has_flock]
+    found = list[Suspect]()
+    for each in suspects:
+        holder = by_pid.get(each.main.holder)
+        if holder and each.after:
+            name = f"rank {holder.number} (pid {holder.rank.pid})"
+            text = re.sub(rf"pid {holder.rank.pid} \([^)]*\)", name, each.main.text)
+            each = replace(each, after=replace(each.after, main=replace(each.main, text=text)))
+        elif each.where.kind == "file":
+            holder = next(iter(having), None)
+        if holder and holder.number != each.number and not each.cannot_run:
+            waits = holder.where.kind in ("peers", "store")
+            each = replace(each, holder=None if waits else holder.number)
+        found.append(each)
+    return found
+
+
 def _signs(stall: Stall) -> tuple[Sign, ...]:
     positions = _of_positions(stall.ranks)
     if stall.difference.kind == "mismatch" or stall.is_together:
@@ -237,7 +263,8 @@ def _of_stacks(stall: Stall) -> Sign:
     """Names the ranks of the first group below that is not empty; see also `_odd`.
 
     - ranks whose native code holds the GIL
-    - ranks that do not wait for peers, to join, or for a GPU that is not known to compute
+    - ranks that do not wait for peers, to join, for a lock of another rank, or for a GPU that is
+      not known to compute
     - ranks that may wait for their GPU, but no kernel is known to run on it
     - ranks that wait to join; only if every rank has a stack
     - ranks that could not write a stack; only if all ranks with a stack wait for their peers
@@ -245,8 +272,8 @@ def _of_stacks(stall: Stall) -> Sign:
     places = stall.places()
     native = [rank for rank, place in places.items() if place.kind == "native"]
     joining = [rank for rank, place in places.items() if place.kind == "store"]
-    own = [each.number for each in stall.suspects
-           if each.gpu_computes or each.where.kind not in (*FOR_PEERS, "store")]  # fmt: skip
+    own = [each.number for each in stall.suspects if each.holder is None
+           and (each.gpu_computes or each.where.kind not in (*FOR_PEERS, "store"))]  # fmt: skip
     own = own or [  # a rank that may wait for its GPU; the GPU is not known to run a kernel
         each.number for each in stall.suspects
         if each.where.kind == "device" and not gpu_signs.is_running(each.gpu)
@@ -266,7 +293,8 @@ def _of_processes(stall: Stall) -> Sign:
     """Names the ranks that cannot run, or else the ranks that delay the start-up of the others.
 
     If there are no such ranks, names the ranks that compute (`runs`, `gpu_computes`) or have a wait
-    of their own (`waits`). Names no rank if all of several ranks were found.
+    of their own (`waits`). A rank that waits for a lock of another rank is replaced by this rank,
+    or left out if the holder is not certain. Names no rank if all of several ranks were found.
     """
     odd = [each for each in stall.suspects if each.cannot_run]
     odd = odd or _starting(stall) or [
@@ -277,8 +305,9 @@ def _of_processes(stall: Stall) -> Sign:
         used = "" if each.share is None else f", {each.share:.0%} of a core"
         what = f", waits for {each.main.text}" if each.main.text else ""
         said.append(f"rank {each.number} in state {each.state}{used}{what}")
-    numbers = [each.number for each in odd]
-    return Sign("processes", _odd(numbers, stall), "; ".join(said[:8]))
+    numbers = {each.number if each.holder is None else each.holder for each in odd
+               if each.holder is None or (each.main.holder and not each.main.unsure)}  # fmt: skip
+    return Sign("processes", _odd(sorted(numbers), stall), "; ".join(said[:8]))
 
 
 def _starting(stall: Stall) -> list[Suspect]:

@@ -38,6 +38,8 @@ class BlockedOn:
     text: str
     unsure: bool = False
     """True if the process may instead wait for another object."""
+    holder: int = 0
+    """The pid of the process that holds the lock, or 0 if it is not known."""
 
 
 NOTHING = BlockedOn("none", "")

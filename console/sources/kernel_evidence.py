@@ -113,6 +113,8 @@ class ProcessEvidence:
     threads: tuple[ThreadEvidence, ...]
     children: tuple[ChildEvidence, ...]
     connections: tuple[descriptors.Connection, ...] = ()
+    has_flock: bool = False
+    """True if the process holds a lock that it acquired by `flock`."""
 
 
 def collect(
@@ -148,7 +150,7 @@ def collect(
     sockets = descriptors.inodes_of(procfs.open_links(pid).values())
     return ProcessEvidence(
         pid, state, wchan, first.cpu_ticks, mono, _tracer(pid), frozen, main, threads, children,
-        descriptors.connections(descriptors.socket_tables(pid, tables), sockets),
+        descriptors.connections(descriptors.socket_tables(pid, tables), sockets), _has_flock(pid),
     )  # fmt: skip
 
 
@@ -278,9 +280,9 @@ def _timer(pid: int, name: str, arguments: tuple[int, ...]) -> BlockedOn:
         link = link_of(pid, f"fd/{fd}")
         found = stat(f"/proc/{holder}") if holder else None
         is_own = link.endswith(f"/{rundir.TRAINING_LOCK}")  # each rank locks its own byte of it
-        if found and link.startswith("/") and not is_own:
-            holder = f"pid {holder} ({found.name})"
-            return BlockedOn("lock", f"a timer, while {holder} holds a lock of {link}", unsure=True)
+        if holder and found and link.startswith("/") and not is_own:
+            text = f"a timer, while pid {holder} ({found.name}) holds a lock of {link}"
+            return BlockedOn("lock", text, True, holder)
     return replace(_TIMER, unsure=True)
 
 
@@ -294,6 +296,11 @@ def _locks_of_others(pid: int) -> dict[int, int]:
     }  # fmt: skip
 
 
+def _has_flock(pid: int) -> bool:
+    lines = map(_LOCK.match, read_text("/proc/locks", TABLE_BYTES).splitlines())
+    return any(found and found.group(2, 3, 4) == (None, "FLOCK", str(pid)) for found in lines)
+
+
 def _lock(pid: int, link: str) -> BlockedOn:
     name = f"the lock of {link}" if link else "a file lock"
     holder = _holder(read_text("/proc/locks", TABLE_BYTES), pid)
@@ -301,7 +308,7 @@ def _lock(pid: int, link: str) -> BlockedOn:
         return BlockedOn("lock", f"{name} (its holder is not available)")
     found = stat(f"/proc/{holder}")
     who = found.name if found else "ended, another process has its descriptor"
-    return BlockedOn("lock", f"{name}, held by pid {holder} ({who})")
+    return BlockedOn("lock", f"{name}, held by pid {holder} ({who})", holder=holder)
 
 
 def _holder(locks: str, waiting: int) -> int | None:

@@ -109,6 +109,9 @@ def test_the_holder_of_a_file_lock_is_named(start, tmp_path, program, lock):
         first, second = start(program, path), start(program, path)
         for each in (first, second):
             assert waiting(each, "lock", ME).startswith(f"the lock of {path}, {ME}")
+            assert collect(each.pid).main.holder == os.getpid()
+        assert collect(os.getpid()).has_flock == (lock is fcntl.flock)
+        assert not collect(first.pid).has_flock
 
 
 def test_a_lock_of_an_ended_process_is_held_by_its_child(start, tmp_path):
