@@ -83,11 +83,18 @@ class RankEvidence:
     """
     start_ticks: int | None = None
     """The start time of the process (clock ticks), which shows whether the pid was reused."""
+    is_foreign: bool = False
+    """True for a rank of a foreign program, which may evaluate and save anywhere in a step."""
 
     @property
     def position(self) -> tuple[int, int, int]:
         """The progress of the rank as a sortable position: step, phase of the step, collectives."""
         return self.step, ORDER.get(self.phase, -1), self.collectives
+
+    @property
+    def is_unordered(self) -> bool:
+        """True if the phase may be before or after other phases of the same step."""
+        return self.phase == UNREPORTED or (self.is_foreign and self.phase in ("eval", "save"))
 
     @property
     def position_text(self) -> str:
@@ -125,19 +132,20 @@ def with_records(
     )  # fmt: skip
 
 
-def with_unjoined(ranks: Sequence[RankEvidence], watch: Watch) -> tuple[RankEvidence, ...]:
-    """Returns the ranks of a foreign program, with a doubt for ranks that did not call `join`.
+def of_foreign(ranks: Sequence[RankEvidence], watch: Watch) -> tuple[RankEvidence, ...]:
+    """Returns ranks as those of a foreign program: a rank that did not call `join` gets a doubt.
 
     No rank gets the doubt while it may be the cause of a stall in start-up: while a rank that has
     joined waits there or in its first step, or, if none has joined, while a rank uses no CPU since
     its start-up.
     """
+    ranks = tuple(replace(each, is_foreign=True) for each in ranks)
     joined = [each for each in ranks if each.phase]
     if any(each.step <= each.first_step for each in joined):
-        return tuple(ranks)
+        return ranks
     idle = [each for each in unfinished(ranks) if each.idle_s > watch.startup_s]
     if not joined and any(may_hang(each, watch) for each in idle):
-        return tuple(ranks)
+        return ranks
     return tuple(
         each if each.phase or each.doubt else replace(each, doubt="unjoined") for each in ranks
     )
@@ -190,12 +198,11 @@ def limit_s(rank: RankEvidence, watch: Watch) -> float:
 def slowest(ranks: Sequence[RankEvidence]) -> tuple[RankEvidence, ...]:
     """Returns the ranks with the lowest position; ranks that exit or have a `doubt` do not count.
 
-    A phase that is not reported may be before or after the reported phases of its step. So if a
-    rank at the lowest step does not report its phase, all ranks at that step are returned.
+    If the phase of a rank at the lowest step is unordered, all ranks at that step are returned.
     """
     running = [each for each in ranks if each.phase != "exit" and not each.doubt]
     first = min((each.step for each in running), default=0)
-    if any(each.step == first and each.phase == UNREPORTED for each in running):
+    if any(each.step == first and each.is_unordered for each in running):
         return tuple(each for each in running if each.step == first)
     lowest = min((each.position for each in running), default=None)
     return tuple(each for each in running if each.position == lowest)

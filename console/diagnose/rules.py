@@ -42,10 +42,11 @@ def _stall(now: Readings, _history: History, watch: Watch) -> Measured | None:
     The time is from the slowest rank, or from a stopped or ended rank if that time is longer. The
     value is at least 1 if there is a verdict, and below 1 otherwise.
     """
-    first = min(slowest(now.ranks), key=lambda rank: rank.unchanged_s, default=None)
+    limits = {rank: limit_s(rank, watch) for rank in slowest(now.ranks)}
+    first = min(limits, key=lambda rank: rank.unchanged_s / limits[rank], default=None)
     if first is None:
         return Measured(0.0) if now.ranks else None
-    limit = limit_s(first, watch)
+    limit = limits[first]
     ratio = first.unchanged_s / limit
     halted = [
         rank.unchanged_s for rank in now.ranks

@@ -337,7 +337,7 @@ def _doing(rank: RankEvidence, named: RankEvidence) -> tuple[str, str]:
     if rank.state in STOPPED_STATES:
         how = "traced by a debugger" if rank.state == "t" else "stopped"
         return f"is {how}", f"are {how}"
-    unordered = rank.step == named.step and UNREPORTED in (rank.phase, named.phase)
+    unordered = rank.step == named.step and (rank.is_unordered or named.is_unordered)
     if named.phase != "exit" and not unordered and rank.position < named.position:
         return "is slower,", "are slower,"
     return "waits", "wait"

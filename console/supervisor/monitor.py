@@ -13,11 +13,11 @@ from typing import Any
 from console.diagnose.rank_evidence import (
     ENDING_PHASES,
     RankEvidence,
+    of_foreign,
     unfinished,
     unusable_pulses,
     unwatched,
     why_unconfirmed,
-    with_unjoined,
 )
 from console.diagnose.readings import Readings
 from console.diagnose.verdict import COLLECTING, diagnose
@@ -122,7 +122,7 @@ class Monitor:
         `ending` says why the ranks end or have ended, or is "". With `ending`, `seen` is empty and
         no action is due. `unread` says why the records cannot confirm the pulses, or is "".
         """
-        seen = seen if self._run.settings else with_unjoined(seen, self._watch)
+        seen = seen if self._run.settings else of_foreign(seen, self._watch)
         self._ending, unchanged = ending, self._unchanged(seen)
         if seen or ending:
             self._diagnose(seen, halting)

@@ -137,7 +137,7 @@ class OfflineRun:
         heads = self._source.heads
         pulsed = tuple(
             seen for rank in state.ranks
-            if (seen := _pulsed(rank, heads.get(rank.rank, NO_RECORDS)))
+            if (seen := _pulsed(rank, heads.get(rank.rank, NO_RECORDS), not self.settings))
         )  # fmt: skip
         if all(seen.doubt for seen in pulsed):
             pulsed = ()  # no pulse can be trusted, so only the records are used
@@ -166,7 +166,7 @@ def _end_words(state: RunState) -> str:
     return f"{state.id} is {state.state}" + (f": {state.why}" if state.why else "")
 
 
-def _pulsed(rank: Rank, head: LatestRecords) -> RankEvidence | None:
+def _pulsed(rank: Rank, head: LatestRecords, is_foreign: bool) -> RankEvidence | None:
     """Returns the evidence about a rank from its pulse, or None if the pulse is old or missing."""
     last = rank.pulse
     if last is None or last.since_s is None or last.age_s is None:
@@ -177,7 +177,8 @@ def _pulsed(rank: Rank, head: LatestRecords) -> RankEvidence | None:
     letter = process.state(rank.pid) if here else rank.state or "?"
     collectives = last.collectives or 0
     seen = RankEvidence(
-        rank.rank, rank.pid, letter, last.step, last.phase, last.since_s, collectives
+        rank.rank, rank.pid, letter, last.step, last.phase, last.since_s, collectives,
+        is_foreign=is_foreign,
     )  # fmt: skip
     return with_records(seen, head, lagging=not last.live)
 

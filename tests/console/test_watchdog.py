@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from console.commands.watchdog import make_watchdog
+from console.diagnose.rank_evidence import slowest
 from console.supervisor import offline
 from tests.console.sources import directory
 from trainers.contract import rundir
@@ -175,6 +176,16 @@ def test_pulses_tell_which_rank_stands_still(run, step, text):
     finally:
         shutil.rmtree(live)
     assert line["text"].startswith(text)
+
+
+@pytest.mark.parametrize("settings", [{}, {"train.steps": {"value": 900}}])
+def test_only_in_a_trainer_an_evaluation_is_known_to_come_last_in_a_step(run, settings):
+    pulses = [{"step": 81, "phase": phase, "since_s": 1.0, "age_s": 1.0, "collectives": 0}
+              for phase in ("eval", "backward")]  # fmt: skip
+    directory.change(run / rundir.RUN, settings=settings, watch={"eval_s": 100})
+    directory.sample(run, ranks=[{"rank": n, "pulse": each} for n, each in enumerate(pulses)])
+    found = slowest(offline.OfflineRun(run).poll().ranks)
+    assert [each.phase for each in found] == (["backward"] if settings else ["eval", "backward"])
 
 
 def test_a_halt_from_before_a_resume_is_requested_again_with_the_new_reason(run):

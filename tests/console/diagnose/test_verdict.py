@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from console.diagnose.evidence import Evidence
-from console.diagnose.rank_evidence import RankEvidence, unwatched, with_unjoined
+from console.diagnose.rank_evidence import RankEvidence, of_foreign, unwatched
 from console.diagnose.verdict import BEING_READ, COLLECTING, LOOK_AT_STACKS, NO_EVIDENCE, diagnose
 from console.plan import Watch, WatchRule
+from tests.console.diagnose.stalled_ranks import four
 from tests.console.diagnose.test_stack_classes import recorded
 from tests.console.diagnose.watched import Watched
 from trainers.contract.pulse import PHASES
@@ -134,7 +135,7 @@ def test_a_verdict_names_the_rank_the_evidence_and_what_to_do(name):
 )
 def test_a_rank_that_did_not_join_counts_if_it_is_idle_since_its_start_up(ranks, doubts, alerts):
     watch = Watch(startup_s=300)
-    seen = with_unjoined([
+    seen = of_foreign([
         replace(rank(number, ""), unchanged_s=found[0], idle_s=found[1]) if found else rank(number)
         for number, found in enumerate(ranks)
     ], watch)  # fmt: skip
@@ -163,6 +164,47 @@ PROGRESS = {
 @pytest.mark.parametrize("name", PROGRESS)
 def test_a_run_within_its_limits_has_no_verdict(name):
     assert judge(*PROGRESS[name]) is None
+
+
+def foreign(*ranks):
+    return tuple(replace(each, is_foreign=True) for each in ranks)
+
+
+@pytest.mark.parametrize(
+    ("paused", "waiting"), [("eval", "backward"), ("eval", "fetch"), ("save", "log")]
+)
+def test_a_foreign_program_may_evaluate_and_save_at_any_place_of_its_step(paused, waiting):
+    """The other ranks may wait for this rank, or this rank for the others."""
+    for unchanged_s in (100.0, 130.0):
+        ranks = rank(0, paused, unchanged_s), rank(1, waiting, unchanged_s)
+        assert judge(*ranks).rank == 1  # our trainers evaluate and save last
+        found = judge(*foreign(*ranks))
+        assert (found is not None) == (unchanged_s > 120)
+    assert (found.cause, found.rank, found.sure) == ("all-ranks", None, "low")
+    later = foreign(rank(0, paused, 100.0), rank(1, waiting, 100.0, step=40))
+    assert judge(*later).rank == 1
+
+
+def test_the_evidence_names_the_rank_that_hangs_while_the_others_save():
+    ranks = foreign(*(rank(n, "save", 130.0) for n in range(3)), rank(3, "log", 130.0))
+    found = diagnose(ranks, WATCH, NOW, four())
+    assert (found.cause, found.rank, found.sure) == ("sleep", 3, "high")
+    assert "; ranks 0-2 wait in save" in found.sentence
+
+
+@pytest.mark.decision("act-on-stall", "lie")
+@pytest.mark.parametrize("waits_s", [0, 10])
+def test_no_rule_ends_a_foreign_program_within_three_limits_of_its_evaluation(waits_s):
+    """The other ranks wait in `backward` of the same step, at once or 10 s later."""
+    dog, found = Watched(Watch(eval_s=1200.0), "stall", "restart"), {}
+    for second in range(15, 4000, 5):
+        ranks = foreign(
+            rank(0, "eval", float(second)),
+            *(rank(n, "backward", float(second - waits_s)) for n in (1, 2, 3)),
+        )
+        for change in dog.poll(after_s=5.0, ranks=ranks, stall_doubt=""):
+            found[change.kind] = second
+    assert found == {"raise": 1205, "act": 3605}
 
 
 def test_a_rank_that_waits_for_the_store_at_its_exit_is_not_said_to_start():

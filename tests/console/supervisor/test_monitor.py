@@ -124,6 +124,16 @@ def test_ranks_of_a_foreign_program_without_join_are_not_stalled(tmp_path, ranks
     stage.directory.close()
 
 
+@pytest.mark.parametrize(("settings", "rank"), [({}, None), ({"train.steps": 9}, 1)])
+def test_only_in_a_trainer_an_evaluation_is_known_to_come_last_in_a_step(tmp_path, settings, rank):
+    stage = Stage(tmp_path, settings=settings)
+    stage.poll(59.0, phases=("eval", "backward"))
+    assert (stage.dog.verdict and stage.dog.verdict.rank) == rank
+    stage.poll(61.0, phases=("eval", "backward"))
+    assert stage.dog.verdict is not None
+    stage.directory.close()
+
+
 @pytest.mark.parametrize(
     ("queued", "read", "unread", "alerts"),
     [
