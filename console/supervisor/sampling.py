@@ -13,7 +13,7 @@ from typing import Any
 
 from console.diagnose.rank_evidence import Doubt, RankEvidence, with_records
 from console.model import Gpu
-from console.sources import process
+from console.sources import process, procfs
 from console.sources.nvml import Nvml
 from console.sources.pace import Progress
 from console.sources.reducer import NO_RECORDS, LatestRecords
@@ -23,6 +23,9 @@ from trainers.contract.pulse import Pulse
 
 BUSY_PCT = 3.0
 """A process that uses less of a CPU core between two samples, and has no children, is idle."""
+STOPPED_SAMPLES = 4
+"""A process counts as stopped once it is stopped in this number of samples, for about 3 s, and has
+not run between them. A tracer such as strace or py-spy stops a process for moments only."""
 
 
 class Sampler:
@@ -37,6 +40,8 @@ class Sampler:
         self._meter = process.Meter()
         self._busy_at: dict[int, float] = {}
         """When each process was last seen not to be idle (monotonic time), by pid."""
+        self._stops: dict[int, tuple[int | None, int]] = {}
+        """For each process: its context switches, and the number of samples since it last ran."""
         self._host = rundir.host_name()
         self.disk: Mapping[str, float] = {}
         self.csv: Progress | None = None
@@ -77,6 +82,7 @@ class Sampler:
         use = self._meter.sample(pid) if worker.over_ts is None else ended
         # /proc shows the main thread; only the pidfd shows whether the process has ended.
         state = "?" if worker.over_ts is None and use.state in ("Z", "X") else use.state
+        counted = self._counted_state(pid, state)
         found = self._read_pulse(worker.rank)
         if found is not None and found.pid != pid:
             found = None
@@ -91,7 +97,7 @@ class Sampler:
             doubt: Doubt = "" if head is NO_RECORDS else "lost"
             p99_s = head.pace.p99_s()
             return row, RankEvidence(
-                worker.rank, pid, state, 0, "", now - begun, p99_s=p99_s, doubt=doubt,
+                worker.rank, pid, counted, 0, "", now - begun, p99_s=p99_s, doubt=doubt,
                 start_ticks=worker.handle.start_ticks, idle_s=now - self._busy_at.get(pid, now),
             )  # fmt: skip
         since_s, age_s = max(0.0, now - found.since), max(0.0, now - found.beat)
@@ -101,8 +107,23 @@ class Sampler:
             "device_step": found.device_step, "device_phase": found.device_phase,
         }  # fmt: skip
         seen = RankEvidence(
-            worker.rank, pid, state, found.step, found.phase, min(since_s, age_s),
+            worker.rank, pid, counted, found.step, found.phase, min(since_s, age_s),
             found.collectives, code=worker.code, nonfinite_steps=found.nonfinite_steps,
             records=found.records, start_ticks=worker.handle.start_ticks,
         )  # fmt: skip
         return row, with_records(seen, head)
+
+    def _counted_state(self, pid: int, state: str) -> str:
+        """Returns the state of a process, or "R" if it is stopped but does not count as stopped.
+
+        A process that is stopped in its first sample counts at once: a former supervisor may have
+        reported it.
+        """
+        if state not in process.STOPPED:
+            self._stops[pid] = None, 0
+            return state
+        switches = procfs.number_after(procfs.status(pid), "voluntary_ctxt_switches")
+        before, samples = self._stops.get(pid, (switches, STOPPED_SAMPLES))
+        samples = samples + 1 if switches == before else 1
+        self._stops[pid] = switches, samples
+        return state if samples >= STOPPED_SAMPLES else "R"
