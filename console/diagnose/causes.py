@@ -114,8 +114,12 @@ class Suspect:
 
     @property
     def waits(self) -> bool:
-        """True if all samples show the same kind of wait, and the kind is one of `OWN_WAITS`."""
-        if self.main.kind not in OWN_WAITS:
+        """True if all samples show the same kind of wait, and the kind is one of `OWN_WAITS`.
+
+        A timer does not count if the stack shows a wait for the peers: a library may poll them.
+        """
+        is_for_peers = self.main.kind == "timer" and self.where.kind == "peers"
+        if self.main.kind not in OWN_WAITS or is_for_peers:
             return False
         return self.before is None or self.before.main.kind == self.main.kind
 

@@ -327,6 +327,14 @@ def test_a_rank_without_any_evidence_prevents_a_transport_verdict():
     assert found.cause != "transport"
 
 
+@pytest.mark.parametrize(("last", "sure"), [((11, 11, 11, 10), "high"), ((), "medium")])
+def test_ranks_that_wait_for_their_peers_by_a_timer_are_no_suspects(last, sure):
+    """NCCL does so with TORCH_NCCL_BLOCKING_WAIT=1."""
+    server = replace(IDLE, main=BlockedOn("network", "a socket to 10.0.0.7:443"))
+    found = four(last, after={0: ASLEEP, 1: ASLEEP, 2: ASLEEP, 3: server})
+    assert not expect(found, FOUR, "network", 3, sure).against
+
+
 def test_stopped_and_traced_ranks_are_told_apart():
     both = {0: replace(IDLE, state="T"), 1: replace(IDLE, state="t", tracer=(9, "gdb"))}
     found = four((11,) * 4, (PEERS,) * 4, after={**both, 3: IDLE})
