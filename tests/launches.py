@@ -38,11 +38,12 @@ def wait_for(
     """Polls until `reached` returns a true value, and returns this value; else fails with `told`.
 
     `reached` must check everything that the test then asserts, because events come in any order. An
-    error that says that a file, a process or an element does not exist counts as not reached.
+    error that says that a file, a process, a record or an element does not exist counts as not
+    reached.
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError, StopIteration):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, StopIteration, IndexError):
             if value := reached():
                 return value
         if time.monotonic() >= deadline:
@@ -63,6 +64,12 @@ def records(path: Path) -> list[dict[str, Any]]:
     """Returns the records in the complete lines of a file; its last line may be incomplete."""
     whole, _, _ = path.read_bytes().rpartition(b"\n")
     return [json.loads(line) for line in whole.splitlines()]
+
+
+def kill(pid: int) -> None:
+    """Sends KILL to a process, which may have ended by itself or with another one."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def sleeping(**variables: str) -> subprocess.Popen[bytes]:
@@ -219,16 +226,16 @@ class Started:
         """Kills the processes that are left of the launch, and removes its live directories."""
         owner = self.plan_state.get("supervisor", {})
         if rundir.is_alive(owner):
-            os.kill(owner["pid"], signal.SIGKILL)
+            kill(owner["pid"])
         for run in self.runs():
             born = rundir.read_json(run / rundir.RUN) or {}
             token = born.get("environment", {}).get("NSA_CONSOLE_TOKEN")
             for pid in process.with_token(token) if token else ():
-                os.kill(pid, signal.SIGKILL)
+                kill(pid)
             state = rundir.read_json(run / rundir.SUPERVISOR) or {}
             for worker in state.get("workers", []):  # a rank may have overwritten its environment
                 if rundir.is_alive({"boot_id": state.get("boot_id"), **worker}):
-                    os.kill(worker["pid"], signal.SIGKILL)
+                    kill(worker["pid"])
             if token:
                 shutil.rmtree(f"/dev/shm/nsa-console-{os.geteuid()}-{token}", ignore_errors=True)
 

@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ from console.actions import LaunchOptions
 from console.plans.gate_check import poll_confirmed
 from console.sources import process
 from console.sources.run import RunSource
-from tests.launches import HANG_GUARD_S, STUB, Begin, Started
+from tests.launches import HANG_GUARD_S, STUB, Begin, Started, kill
 from trainers.contract import rundir
 
 ROOT = Path(__file__).parents[2]
@@ -131,8 +130,7 @@ class Journey:
             pids += [pid for run in launch.runs() for pid in self._ranks(run)]
             self._draw.shuffle(pids)
         for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            kill(pid)
         while owner["pid"] in pids and rundir.is_alive(owner):
             time.sleep(0.01)
         self.told.append(f"{who}: {len(pids)} killed")
@@ -259,8 +257,7 @@ def test_a_phase_whose_end_was_lost_passes_by_the_records_of_its_steps(begin, tm
     started.wait(lambda: started.heartbeats(rank=1)[-1]["step"] == STEPS - 1)
     started.kill_supervisor()  # so that the supervisor does not see the ends of the ranks
     for pid in process.with_token(started.token()):
-        with contextlib.suppress(ProcessLookupError):  # the kill of one process may end another
-            os.kill(pid, signal.SIGKILL)
+        kill(pid)
     started.wait_gone()
     (journals / "hold").unlink()
     actions.adopt(started.path)
@@ -298,7 +295,7 @@ def test_a_real_training_goes_on_and_its_checkpoints_are_loaded_and_backed_up(be
     latest = started.path / "1-two" / rundir.CHECKPOINTS / rundir.LATEST
     started.wait(latest.exists, 300)
     for pid in [*process.with_token(started.token(1)), started.owner["pid"]]:
-        os.kill(pid, signal.SIGKILL)
+        kill(pid)
     sealed = int(latest.read_text().strip().removeprefix("step_"))
     started.wait(lambda: not rundir.is_alive(started.owner))
     actions.adopt(started.path)

@@ -45,7 +45,7 @@ def status(path: Path) -> tuple[int, dict[str, Any]]:
 
 
 def files(folder: Path) -> set[Path]:
-    return {path for path in folder.rglob("*") if not path.is_dir()}
+    return {path for path in folder.rglob("*") if not path.is_dir() and os.path.lexists(path)}
 
 
 def order(folder: Path, rank: int, words: str) -> None:

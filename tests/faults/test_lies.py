@@ -172,7 +172,7 @@ def test_a_moved_launch_and_a_new_one_at_its_path_do_not_touch_each_other(
 def test_a_copy_of_a_stopped_launch_in_its_place_stops_nothing(scene, launch, tmp_path):
     stopped = launch()
     assert stopped.ask("halt")["ok"]
-    stopped.wait_end()
+    stopped.wait_over()
     started = launch()
     pids, away = started.pids(), tmp_path / "away"
     path = started.path

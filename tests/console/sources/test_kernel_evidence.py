@@ -139,19 +139,20 @@ def test_a_lock_of_an_ended_process_is_held_by_its_child(start, tmp_path):
         ("a = threading.Lock(); a.acquire(); a.acquire()",
          BlockedOn("futex", "a lock, an event or a future (futex)")),
         ("a, b = socket.socketpair(); a.recv(1)", BlockedOn("network", "a local socket")),
-        ("s = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM); s.bind('\\0nsa-test'); s.recv(1)",
-         BlockedOn("network", "the local socket @nsa-test")),
+        ("s = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM); "
+         "s.bind(f'\\0nsa-test-{os.getppid()}'); s.recv(1)",
+         BlockedOn("network", "the local socket @nsa-test-{parent}")),
         ("os.open(sys.argv[1], os.O_RDONLY)", BlockedOn("pipe", "a FIFO, which has no writer")),
         ("os.open(sys.argv[1], os.O_WRONLY)", BlockedOn("pipe", "a FIFO, which has no reader")),
         ("os.read(os.open(sys.argv[1], os.O_RDWR), 1)",
-         BlockedOn("pipe", "the FIFO {}, which is empty")),
+         BlockedOn("pipe", "the FIFO {fifo}, which is empty")),
     ],
 )  # fmt: skip
 def test_a_wait_is_put_into_words(start, tmp_path, program, main):
     fifo = tmp_path / "q"
     os.mkfifo(fifo)
     child = start(f"import os, select, signal, socket, sys, threading, time; {program}", fifo)
-    main = replace(main, text=main.text.format(fifo))
+    main = replace(main, text=main.text.format(fifo=fifo, parent=os.getpid()))
     found = until(child.pid, lambda found: (found.main, found.state) == (main, "S"))
     assert (found.tracer, found.frozen, found.children) == (None, False, ())
 

@@ -28,7 +28,7 @@ def given(path, **args):
 def test_a_plan_that_stopped_at_gates_goes_on_after_they_are_overridden(begin, capsys):
     phases = (phase("one", "member.py", 6, gates=GATES), phase("two", "member.py", 6))
     started = begin(*phases, shell=STUB)
-    assert "gate loss_falls unknown" in started.wait_end()["why"]
+    assert "gate loss_falls unknown" in started.wait_over()["why"]
     assert main(["check", str(started.path)]) == 1
     for wrong, sentence in (
         ({"phase": "on"}, "no phase 'on'"), ({"gate": "loss_fall"}, "of a gate 'loss_fall'"),

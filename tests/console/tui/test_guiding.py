@@ -33,7 +33,7 @@ LAUNCH = "/nowhere/cpu_smoke/20261120-031500"
 async def test_a_plan_that_waits_is_ended_by_the_keys_that_end_a_run(key):
     asked = Asked()
     async with driven(app_on(recorded.waiting(), actions=asked)) as (app, pilot):
-        assert "WAITING" in lines(app)[0]
+        await until(pilot, lambda: "WAITING" in lines(app)[0])
         assert "COMPLETED" not in lines(app)[0]
         await play(pilot, key, "…Halt this launch before phase recall?")
         assert "then        the launch ends; not started: recall" in picture(app)
@@ -89,7 +89,7 @@ async def test_a_goes_through_the_alerts_and_what_comes_brings_back_the_worst():
     own = Alert("document run.json", NOW, "warn", "run.json is no document", observed=True)
     state = recorded.running(alerts=(crit, own))
     async with driven(app_on(state)) as (app, pilot):
-        assert lines(app)[1].endswith("3 diagnose  A ack  a next (1 of 2)")
+        await until(pilot, lambda: lines(app)[1].endswith("3 diagnose  A ack  a next (1 of 2)"))
         await pilot.press("a")
         await until(pilot, lambda: lines(app)[1].startswith("! WARN run.json is no document"))
         assert lines(app)[1].endswith("a next (2 of 2)")
@@ -120,7 +120,7 @@ def test_an_acknowledged_stall_is_a_note():
 async def test_the_gates_of_a_run_that_ended_stand_where_its_alert_leads():
     state = dataclasses.replace(recorded.gates_failed(), launch=recorded.launch("ended"))
     async with driven(app_on(state)) as (app, pilot):
-        assert lines(app)[2].endswith("2 gates  a next (1 of 2)")
+        await until(pilot, lambda: lines(app)[2].endswith("2 gates  a next (1 of 2)"))
         await play(pilot, "2", "…preflight")
         await see(pilot, "✓ torch", "gates of plumbing, which ended", "bytes_right: 0.41")
         found = next(line for line in lines(app) if "bytes_right" in line and "!" not in line)

@@ -176,13 +176,19 @@ def test_leaving_says_which_answers_are_open_and_nothing_of_the_settings(tmp_pat
         assert terminal.text.count("no answer yet") == 1
 
 
-SLOW_START = "import sys, time\nif 'launch' in sys.orig_argv:\n    time.sleep(4)\n"
-"""Delays `nsa-console launch` as a long preflight does."""
+SLOW_START = """
+import os, sys, time
+while "launch" in sys.orig_argv and os.path.exists({!r}):
+    time.sleep(0.05)
+"""
+"""Delays `nsa-console launch`, as a long preflight does, while a file exists."""
 
 
 @pytest.mark.parametrize("ends", ["q", "hang-up"])
 def test_a_confirmed_launch_outlives_the_screen(tmp_path, begin, ends):
-    (tmp_path / "sitecustomize.py").write_text(SLOW_START)
+    hold = tmp_path / "hold"
+    hold.touch()
+    (tmp_path / "sitecustomize.py").write_text(SLOW_START.format(str(hold)))
     plan, root = write_plan(tmp_path, phases=[phase("one", "member.py", 3)]), tmp_path / "artifacts"
     words = [sys.executable, "-m", "console", "--root", str(root), "--plan", str(plan)]
     env = {"PYTHONPATH": f"{tmp_path}:{STUB['PYTHONPATH']}", "XDG_STATE_HOME": str(tmp_path)}
@@ -199,6 +205,7 @@ def test_a_confirmed_launch_outlives_the_screen(tmp_path, begin, ends):
             terminal.hang_up()
             terminal.wait_exit()
     assert not root.exists()
+    hold.unlink()
     started = begin.adopt(wait_for(lambda: next(root.glob("*/*/plan_state.json"))).parent)
     assert started.wait_end()["phases"][0]["state"] == "completed"
 

@@ -79,7 +79,7 @@ def ended(**given):
 async def test_r_resumes_a_launch_that_ended_early_and_asks_first():
     asked = Asked()
     async with driven(app_on(ended(), actions=asked)) as (app, pilot):
-        assert "R resume" in recorded.lines(app)[1]
+        await until(pilot, lambda: "R resume" in recorded.lines(app)[1])
         await play(pilot, "R", "…Resume this launch, in a new launch?",
                    "…from the checkpoint of step 138", "…next phases: recall")  # fmt: skip
         assert not asked.launched
