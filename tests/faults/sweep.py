@@ -38,7 +38,7 @@ LIVE = f"{rundir.LIVE_PREFIX}{os.geteuid()}-"
 STEPS, LONG = 40, 100_000
 LIMIT_S, PATIENT_S, STOP_AFTER_S, END_S, POLL_S = 150.0, 12.0, 0.6, 100.0, 0.02
 COMES_S = 6.0
-"""The ranks continue after this time even without a new supervisor; they stall only after 10 s."""
+"""The ranks continue after this time even without a new supervisor, long before they stall."""
 GATES = {"steps_done": STEPS, "loss_finite": True, "no_stall": True}
 WORKERS, TRIES = 4, 3
 FALSE_WORDS = re.compile(
@@ -116,9 +116,9 @@ def orders(course: Course, folder: Path) -> LaunchSpec:
     if course.failed:
         phases.append(phase("two", "swept.py", 1))
     again = {"when": "crash", "attempts": 2, "backoff_s": 0.1} if course.attempts > 1 else "never"
-    watch = {"stall_floor_s": 3, "startup_s": 60, "grace_s": 3}
-    more = {"watch": watch} if course.mode == "stand" else {}
-    plan = write_plan(folder, phases=phases, restart=again, **more)
+    floor_s = 3 if course.mode == "stand" else 60
+    watch = {"stall_floor_s": floor_s, "startup_s": 60, "grace_s": 3}
+    plan = write_plan(folder, phases=phases, restart=again, watch=watch)
     return actions.prepare(actions.LaunchOptions(plan=str(plan), run_dir=folder / "launch")).spec
 
 

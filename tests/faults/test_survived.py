@@ -128,7 +128,7 @@ def test_a_killed_console_is_opened_again_on_the_same_run(scene, run, pids):
 @pytest.mark.fault("4")
 def test_a_rank_that_sleeps_in_forward_is_named_with_phase_and_step(scene, run, pids, orders):
     words = scene.inject(
-        run, lambda: order(orders, 1, f"sleep {3 * STILL_S}"), verdict_of(), verdict_of("sleep")
+        run, lambda: order(orders, 1, f"sleep {4 * STILL_S}"), verdict_of(), verdict_of("sleep")
     )
     assert "rank 1 has been stalled in forward of step" in words
     assert "rank 0 waits in backward" in words

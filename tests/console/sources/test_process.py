@@ -92,6 +92,7 @@ def test_nobody_waits_for_an_environment_behind_the_lock_of_a_process_in_state_d
     reading.join(HANG_GUARD_S)
     (folder / "environ").unlink()
     (folder / "environ").write_bytes(b"RANK=1\0LOCAL_RANK=0\0")
+    monkeypatch.setattr(process, "UNREAD_AFTER_S", HANG_GUARD_S)  # a thread may start late
     assert process.environment(pid, str(tmp_path)) == {"RANK": "1", "LOCAL_RANK": "0"}
 
 

@@ -118,7 +118,7 @@ def test_torchrun_of_a_later_attempt_was_not_started_without_its_logs(tmp_path):
 def test_an_attempt_that_a_dead_supervisor_had_not_started_starts_unless_halted(begin, halts):
     started = begin(
         phase("one", "member.py", 100_000, "leave"), shell=STUB,
-        restart={"when": "crash", "attempts": 2, "backoff_s": 3},
+        restart={"when": "crash", "attempts": 2, "backoff_s": 6},
     )  # fmt: skip
     started.wait_state("restarting")
     run = started.run()

@@ -48,9 +48,8 @@ def write_request(box: Path, name: str, **record) -> None:
 def test_the_supervisor_is_small_and_idle_and_has_no_torch(launched):
     pid = launched.plan_state["supervisor"]["pid"]
     supervisor = psutil.Process(pid)
-    supervisor.cpu_percent()
-    time.sleep(5)
-    assert supervisor.cpu_percent() < 2
+    # On a busy machine, or right after the start, one window may show more.
+    assert any(supervisor.cpu_percent(5) < 2 for _ in range(3))
     assert supervisor.memory_info().rss < 40 << 20
     assert "torch" not in Path(f"/proc/{pid}/maps").read_text()
     assert os.getsid(pid) == pid

@@ -186,7 +186,7 @@ def test_two_stops_in_one_poll_are_one_stop(begin, tmp_path):
 
 @pytest.mark.parametrize("blocked", [False, True])
 def test_a_halt_file_made_by_hand_keeps_the_next_attempt_from_starting(begin, blocked):
-    started = waiting(begin, 3 if blocked else 600)
+    started = waiting(begin, 6 if blocked else 600)
     run = started.run()
     if blocked:
         (run / "logs" / "attempt2").touch()  # a file where the directory of the logs should be
@@ -243,9 +243,9 @@ def test_a_stop_also_counts_for_the_next_working_process(begin, tmp_path, harm, 
 
 @pytest.mark.slow
 def test_a_supervisor_that_adopts_between_two_attempts_waits_on_and_knows_why(begin):
-    started = waiting(begin, 4)
+    started = waiting(begin, 12)
     before = started.state()
-    started.wait(lambda: time.time() - before["since_ts"] > 1)
+    started.wait(lambda: time.time() - before["since_ts"] > 6)
     started.kill_supervisor()
     # `hopeless` in a document does not prevent a restart for which a supervisor waited.
     before["ended"] = [before["ended"][0] | {"hopeless": True}]
@@ -263,7 +263,7 @@ def test_a_supervisor_that_adopts_between_two_attempts_waits_on_and_knows_why(be
         next(e["ts"] for e in started.events(0) if key in (e.get("state"), e["text"]))
         for key in ("a new supervisor watches this run", "starting")
     )
-    assert begun - max(adopted, before["since_ts"] + 4) < 1.2
+    assert begun - max(adopted, before["since_ts"] + 12) < 5, "the wait began anew"
 
 
 def test_a_run_that_lost_its_supervisor_between_two_attempts_is_not_over_and_takes_a_halt(begin):
@@ -308,7 +308,7 @@ def test_an_attempt_waits_for_a_directory_that_is_away(begin):
 
 
 def test_an_attempt_that_waits_for_its_directory_does_not_start_in_that_of_another_run(begin):
-    started = waiting(begin, 3)
+    started = waiting(begin, 6)
     run = started.run()
     (run / "logs" / "attempt2").touch()  # a file where the directory of the logs should be
     started.wait(lambda: started.alerts("restart-waits"))

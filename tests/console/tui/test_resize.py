@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from console.tui.rows import text_of
+from console.tui.widgets import overlay
 from console.tui.widgets.lines import Lines
 from tests.console.tui import recorded
 from tests.console.tui.recorded import (
@@ -42,7 +43,8 @@ OPENED = {
 
 
 @pytest.mark.parametrize("name", OPENED)
-async def test_a_resize_and_back_leaves_each_overlay_as_it_was(name):
+async def test_a_resize_and_back_leaves_each_overlay_as_it_was(name, monkeypatch):
+    monkeypatch.setitem(overlay.KEEP_S, "error", 3600.0)
     async with driven(app_on(LONG, actions=Asked())) as (app, pilot):
         await play(pilot, *OPENED[name])
         app.feed.stop()
