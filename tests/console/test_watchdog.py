@@ -150,7 +150,7 @@ def test_a_healthy_run_is_left_alone_to_its_end(run):
 
     trainer = threading.Thread(target=train)
     trainer.start()
-    with watchdog(run, "--halt", "--interval", "0.1") as process:
+    with watchdog(run, "--halt", "--interval", "0.5") as process:
         out, err = process.communicate(timeout=HANG_GUARD_S)
     trainer.join()
     assert (process.returncode, err) == (0, "")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from console.sources.run import RunSource
 from tests.fakes import nvml as fake
-from tests.launches import CONSOLE, ROOT, phase
+from tests.launches import CONSOLE, ROOT, STUB, phase
 from tests.terminal import Terminal
 
 
 def test_eight_gpu_rows_appear_and_a_lost_one_is_marked_lost(begin, tmp_path):
     """The supervisor samples through the real pynvml over a fake of NVML's C library."""
     fake.build(tmp_path)
-    shell = {"LD_LIBRARY_PATH": str(tmp_path)}
+    shell = {**STUB, "LD_LIBRARY_PATH": str(tmp_path)}
     started = begin(phase("one", "member.py", 100_000), nproc=8, shell=shell)
     started.wait(lambda: RunSource(started.path).poll().step)
     with Terminal([*CONSOLE, "watch", str(started.path)], ROOT) as terminal:

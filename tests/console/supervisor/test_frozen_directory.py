@@ -34,7 +34,9 @@ def mounted(tmp_path_factory):
 
 def test_a_frozen_directory_blocks_only_its_writer_and_loses_nothing(begin, mounted):
     watch = {"stall_floor_s": HANG_GUARD_S, "grace_s": 3}
-    started = begin(phase("one", "member.py", 100_000), root=mounted / "artifacts", watch=watch)
+    started = begin(
+        phase("one", "member.py", 100_000), root=mounted / "artifacts", watch=watch, shell=STUB
+    )
     started.wait_steps(5)
     live = Path(started.state()["live_dir"])
     step = pulse.read(rundir.pulse(live, 0)).step

@@ -272,7 +272,7 @@ def test_the_hook_of_the_settings_is_told_when_a_run_crashes(begin, tmp_path, mo
     is_alive = tmp_path / "is-alive"
     touch = {"alive": ["touch", str(is_alive)], "alive_every_s": 1}
     settings.write_text(json.dumps(json.loads(settings.read_text()) | touch))
-    started = begin(phase("one", "member.py", 100_000))
+    started = begin(phase("one", "member.py", 100_000), shell=STUB)
     started.wait_steps(2)
     first = started.wait(lambda: is_alive.exists() and is_alive.stat().st_mtime)
     started.wait(lambda: is_alive.stat().st_mtime > first)

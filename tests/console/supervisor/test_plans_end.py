@@ -75,7 +75,7 @@ def test_a_halt_file_in_the_last_phase_does_not_end_a_plan_early_that_has_passed
 @pytest.mark.parametrize("dies", ["the working process", "the supervisor"])
 def test_a_requested_end_is_known_as_requested_to_a_new_process(begin, tmp_path, dies):
     """A requested end has the level info, for which the hook does not run by default."""
-    started = begin(sleeper(tmp_path, "one"), sleeper(tmp_path, "two"))
+    started = begin(sleeper(tmp_path, "one"), sleeper(tmp_path, "two"), shell=STUB)
     log = rundir.logs(started.path / "0-one", 1) / rundir.TORCHRUN_LOG
     started.wait(lambda: log.exists() and b"begun" in log.read_bytes())
     assert started.ask("halt")["ok"]
@@ -97,7 +97,7 @@ def level_of_the_end(started):
 def test_a_document_of_an_ended_run_is_the_same_after_its_second_write(begin, tmp_path):
     """A new working process writes the document again, from the copy of the owner."""
     (tmp_path / "go").touch()
-    started = begin(sleeper(tmp_path, "one"), sleeper(tmp_path, "two"), between="ask")
+    started = begin(sleeper(tmp_path, "one"), sleeper(tmp_path, "two"), between="ask", shell=STUB)
     started.wait(lambda: started.plan_state.get("state") == "waiting")
     child, before = started.child(), started.state()
     os.kill(child, signal.SIGKILL)
@@ -111,7 +111,7 @@ def test_a_document_of_an_ended_run_is_the_same_after_its_second_write(begin, tm
 
 def test_a_request_to_a_former_run_is_answered(begin, tmp_path):
     (tmp_path / "go").touch()
-    started = begin(sleeper(tmp_path, "one"), sleeper(tmp_path, "two"), between="ask")
+    started = begin(sleeper(tmp_path, "one"), sleeper(tmp_path, "two"), between="ask", shell=STUB)
     started.wait(lambda: started.plan_state.get("state") == "waiting")
     why = f"one is done; to start two: nsa-console do {started.path} proceed"
     assert started.plan_state["why"] == why
@@ -288,7 +288,7 @@ def immutable(folder: Path) -> Iterator[None]:
 
 
 def test_a_halt_that_cannot_be_written_is_answered_so_and_the_run_goes_on(begin):
-    started = begin(phase("one", "member.py", 100_000), nproc=1)
+    started = begin(phase("one", "member.py", 100_000), nproc=1, shell=STUB)
     started.wait_steps(2)
     run = started.run()
     with immutable(run):

@@ -93,7 +93,7 @@ def test_the_policy_in_the_documents_is_one_that_a_plan_takes(tmp_path):
 
 def test_a_killed_rank_begins_a_new_attempt_with_its_own_logs_and_records(begin, tmp_path):
     one = phase("one", "member.py", 5, "until", tmp_path / "go")
-    started = begin(one, restart={"when": "crash", "backoff_s": 0.5})
+    started = begin(one, restart={"when": "crash", "backoff_s": 0.5}, shell=STUB)
     started.wait_steps(3)
     first = started.pids()
     os.kill(first[1], signal.SIGKILL)

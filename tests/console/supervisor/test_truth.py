@@ -67,7 +67,7 @@ def test_a_signal_to_torchrun_halts_members_and_is_named(begin, number, program)
 
 
 def test_a_signal_to_one_rank_halts_all_and_is_named_with_its_rank(begin):
-    started = begin(phase("one", "member.py", 100_000))
+    started = begin(phase("one", "member.py", 100_000), shell=STUB)
     started.wait_steps(2)
     os.kill(started.pids()[1], signal.SIGTERM)
     why = started.wait_end()["why"]
