@@ -273,7 +273,7 @@ class Attempt:
 
     def _unread(self) -> str:
         """Returns why the records cannot confirm the pulses, or "" if they can."""
-        if self._context.live.path is None:
+        if any(map(self._context.live.is_copy, range(self._world))):
             return "there is no shared memory: pulses and records are in one directory"
         if doubt := self._directory.doubt(RECORDS_OLD_S):
             return doubt

@@ -93,17 +93,25 @@ class Live:
                 self._pulses[rank] = fd
 
     def pulse(self, rank: int) -> pulse.Pulse | None:
-        """Returns the pulse of a rank, or None if the pulse is not available.
-
-        Without shared memory, the pulse is read from the run directory.
-        """
-        if self.path is None:
+        """Returns the pulse of a rank, or None if the pulse is not available."""
+        if self.is_copy(rank):
             return pulse.read(rundir.pulse(self._run, rank))
         fd = self._pulses.get(rank)
         return None if fd is None else pulse.read_open(fd)
 
+    def is_copy(self, rank: int) -> bool:
+        """Returns whether the pulse of a rank is a copy in the run directory, which may be late.
+
+        The reason is that there is no shared memory, or that it was removed before the rank opened
+        its file.
+        """
+        return self.path is None or (self._has_blank(rank) and self.is_removed())
+
     def is_blank(self, rank: int) -> bool:
-        """Returns whether a rank has a file for its pulse but never wrote a pulse into the file."""
+        """Returns whether a rank could use its file for the pulse but never wrote a pulse."""
+        return self._has_blank(rank) and not self.is_removed()
+
+    def _has_blank(self, rank: int) -> bool:
         fd = self._pulses.get(rank)
         return fd is not None and pulse.is_blank(fd)
 
@@ -153,7 +161,8 @@ class Live:
 class LastPulses:
     """Reads the pulse of each rank that has ended, because the rank's last records may be lost.
 
-    Calls `add` at most once for each rank. `add` gets the pulse, or None if the rank wrote none.
+    Calls `add` at most once for each rank. `add` gets the pulse, or None if the rank wrote none. It
+    does not get a late copy of a killed rank's pulse, because the rank may have later records.
     """
 
     def __init__(self, live: Live, add: Callable[[int, pulse.Pulse | None], object]):
@@ -164,9 +173,9 @@ class LastPulses:
         """Returns the last step of an ended rank, or 0 if there is no pulse of that process."""
         if rank not in self._found:
             found = self._live.pulse(rank)
-            self._found[rank] = found if found is not None and found.pid == pid else None
-            if self._found[rank] is not None:
-                self._add(rank, self._found[rank])
+            self._found[rank] = found = found if found is not None and found.pid == pid else None
+            if found is not None and (found.phase == "exit" or not self._live.is_copy(rank)):
+                self._add(rank, found)
         last = self._found[rank]
         return last.step if last is not None else 0
 

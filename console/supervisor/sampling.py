@@ -1,6 +1,6 @@
 """Samples GPUs, processes and pulses, as records and as evidence for a verdict.
 
-Only pulses are read from the run directory, and only if there is no shared memory.
+Only pulses are read from the run directory, and only if the ranks have no shared memory.
 """
 
 from __future__ import annotations

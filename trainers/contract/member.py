@@ -157,6 +157,8 @@ class Member:
     def close(self, step: int, phase: str = "", **figures: Any) -> bool:
         """Queues the exit record and waits for the writer; returns False if this takes too long.
 
+        A private pulse is then copied once more, so that the copy counts the exit record.
+
         `phase` is the phase in which the rank ends; the default is the phase of the pulse. The
         record contains the phase only if it is one of `STEP_PHASES`.
         """
@@ -166,6 +168,8 @@ class Member:
             figures["phase"] = phase
         self.pulse.set(step, "exit")
         self.record("exit", step, dropped_records=self.recorder.dropped, **figures)
+        if self.live is None:
+            self.recorder.call(self._mirror_pulse)
         written = self.recorder.close()
         self.dumper.uninstall()
         return written

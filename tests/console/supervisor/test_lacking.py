@@ -7,18 +7,22 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from console import actions
+from console.plans import gates
+from console.sources.summary import Summary
 from console.supervisor import launcher
-from console.supervisor.live_directory import Live, sweep
+from console.supervisor.live_directory import LastPulses, Live, sweep
 from tests.faults.scene import ROOT
 from tests.launches import HANG_GUARD_S, STUB, Started, phase
 from tests.mounts import tmpfs
-from trainers.contract import pulse, rundir
+from trainers.contract import environ, jsonl, pulse, rundir
 from trainers.contract.errors import ContractError
+from trainers.contract.member import Member
 
 
 def limited(limits: str, *words: object) -> subprocess.CompletedProcess[str]:
@@ -101,7 +105,8 @@ mount -t tmpfs -o size=8k,nr_inodes=20 tmpfs /dev/shm && head -c 8192 /dev/zero 
 def test_a_run_on_full_shared_memory_says_so_and_completes(begin, tmp_path):
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         pytest.skip("needs root and unshare, to fill a /dev/shm of its own")
-    plan = begin.options(phase("one", "member.py", 20)).plan
+    bounds = {"steps_done": 20, "no_stall": True}
+    plan = begin.options(phase("one", "member.py", 20, gates=bounds)).plan
     words = ["launch", plan, "--run-dir", str(tmp_path / "run"), "--wait"]
     done = subprocess.run(
         ["unshare", "-m", "sh", "-ec", FILL, "sh", sys.executable, "-m", "console", *words],
@@ -114,6 +119,58 @@ def test_a_run_on_full_shared_memory_says_so_and_completes(begin, tmp_path):
     assert len(notes) == 1
     assert notes[0].startswith("cannot write to /dev/shm (No space left on device)")
     assert rundir.heartbeat(started.run(), 0).read_bytes().count(b"progress") == 20
+    assert rundir.read_json(started.run() / rundir.GATES)["result"] == "pass"
+
+
+@pytest.fixture(params=["missing", "removed"])
+def without_memory(request, tmp_path, monkeypatch):
+    """A run directory and its `Live`: memory is missing, or is removed before the ranks start."""
+    run, memory = tmp_path / "0-one", tmp_path / "memory"
+    run.mkdir()
+    monkeypatch.setattr(rundir, "SHARED_MEMORY", memory)
+    if request.param == "removed":
+        memory.mkdir()
+    live = Live("0123456789abcdef", 1, 1, run)
+    folder = live.path or memory
+    shutil.rmtree(folder, ignore_errors=True)
+    yield run, live, {environ.LIVE_DIR: str(folder)}
+    live.remove()
+
+
+def gates_of(run: Path, live: Live, **bounds: object) -> dict[str, str]:
+    """Returns the result of each gate of a run with one rank, which has ended."""
+    summary = Summary(1, 1, 0)
+    for line in rundir.heartbeat(run, 0).read_bytes().splitlines():
+        summary.add(jsonl.decode(line))
+    pulses = LastPulses(live, partial(summary.take_end, 1))
+    pulses.read_all({0: os.getpid()}, 1)
+    return {gate.name: gate.result for gate in gates.evaluate(summary, bounds)}
+
+
+def test_gates_of_a_run_without_shared_memory_pass(without_memory):
+    run, live, variables = without_memory
+    rank = Member(run, variables)
+    rank.pulse.nonfinite_steps = 0
+    rank.record("boot", 0)
+    rank.record("progress", 2, loss=1.0)
+    rank.close(3, reason="done", exit_code=0)  # step 3 has no progress record
+    assert pulse.read(rundir.pulse(run, 0)).records == 3
+    found = gates_of(run, live, steps_done=3, no_stall=True, loss_finite=True)
+    assert set(found.values()) == {"pass"}
+
+
+def test_a_copy_of_a_pulse_does_not_show_that_a_killed_rank_has_no_later_record(without_memory):
+    run, live, variables = without_memory
+    rank = Member(run, variables)
+    rank.pulse.nonfinite_steps = 0
+    rank.record("boot", 0)
+    rank.record("progress", 3, loss=1.0)
+    rank.pulse.set(3, "forward")
+    rank.recorder.call(rank._mirror_pulse)
+    rank.recorder.close()
+    assert (live.pulse(0).step, live.is_blank(0), live.is_copy(0)) == (3, False, True)
+    found = gates_of(run, live, steps_done=3, no_stall=True, loss_finite=True)
+    assert set(found.values()) == {"unknown"}
 
 
 @pytest.fixture
