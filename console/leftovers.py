@@ -59,7 +59,7 @@ def _why_not(run: Path, token: str) -> str:
     if liveness.is_locked(run.parent):
         return f"a supervisor has the lock of {run.parent}; {stop}"
     for named in (own, jsonl.mapping(plan, "supervisor")):
-        if not named or named.get("host") != rundir.host_name():
+        if not named.get("host") or rundir.other_host(named):
             return f"the supervisor of {run} is not known on this host"
         if rundir.is_alive(named) or rundir.is_alive(jsonl.mapping(named, "child")):
             return f"the supervisor of {run} is alive; {stop}"

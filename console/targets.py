@@ -38,8 +38,7 @@ class Supervisor:
     @property
     def host(self) -> str:
         """The supervisor's host, or "" if it is this host or not recorded."""
-        host = jsonl.text(self.identity, "host")
-        return "" if host == rundir.host_name() else host
+        return rundir.other_host(self.identity)
 
 
 def current_run(launch: Path) -> Path:
@@ -90,7 +89,7 @@ def _has_only_ranks(run: Path) -> bool:
         owners.append(rundir.read_json(top / rundir.LOCK, below=top) or {})
         state = rundir.read_json(top / rundir.PLAN_STATE, below=top) or {}
         owners.append(jsonl.mapping(state, "supervisor"))
-    elsewhere = any(each.get("host") not in (None, rundir.host_name()) for each in owners)
+    elsewhere = any(map(rundir.other_host, owners))
     is_supervised = elsewhere or any(_is_alive(each, top) for each in owners)
     return not is_supervised and bool(liveness.living_in(run))
 

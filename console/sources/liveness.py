@@ -70,7 +70,7 @@ def live_directory(supervisor: Record) -> Path | None:
     path = Path(jsonl.text(supervisor, "live_dir"))
     if path.parent != rundir.SHARED_MEMORY or not path.name.startswith(rundir.LIVE_PREFIX):
         return None
-    if not is_here(supervisor) or supervisor.get("boot_id") != rundir.boot_id():
+    if not rundir.is_here(supervisor):
         return None
     try:
         access.check_ours(path)
@@ -85,14 +85,14 @@ def live_directory(supervisor: Record) -> Path | None:
 def elsewhere(document: Record) -> str:
     """Returns where the processes in a document are, if this reader cannot see them, or else ""."""
     host = json_documents.line(document, "host", "")
-    if host not in ("", rundir.host_name()):
+    if rundir.other_host(document):
         return f"on {host}"
     return f"in another container of {host}" if rundir.is_hidden(document) else ""
 
 
 def is_here(document: Record) -> bool:
     """Returns whether this reader can see the processes that a document names."""
-    return document.get("host") == rundir.host_name() and not rundir.is_hidden(document)
+    return bool(document.get("host")) and not elsewhere(document)
 
 
 def is_supervised(supervisor: Record) -> bool:

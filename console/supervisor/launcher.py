@@ -257,17 +257,15 @@ def _adoptable_state(directory: Path, launch: str, sure: bool) -> dict[str, Any]
         map(liveness.living_in, launches.run_directories(directory))
     ):
         raise RefusedError(f"{launch} has ended; there is nothing to adopt")
-    host = jsonl.text(former, "host", rundir.host_name())[:200]
-    if host != rundir.host_name():
+    if host := rundir.other_host(former):
         raise RefusedError(
-            f"{launch} ran on {host}; its ranks may be alive there, adopt it there; if no rank is "
-            f"alive there: {_resume_command(directory)}"
+            f"{launch} ran on {host[:200]}; its ranks may be alive there, adopt it there; if no "
+            f"rank is alive there: {_resume_command(directory)}"
         )
-    is_hidden = rundir.is_hidden(former)
-    if (is_hidden or former.get("boot_id") != rundir.boot_id()) and not sure:
+    if not (rundir.is_here(former) or sure):
         why = "was not supervised since this host booted"
         look = f"look at {process.command('status', directory)}"
-        if is_hidden:
+        if rundir.is_hidden(former):
             why = "was supervised in another container of this host"
             look = "look there for its ranks"
         raise RefusedError(

@@ -20,7 +20,7 @@ def adopted(launch, capsys, *words):
 
 
 def test_a_rejected_adoption_names_the_resume_that_is_possible(tmp_path, capsys):
-    launch = ended(tmp_path, state="running", supervisor=DEAD | {"host": "gone"})
+    launch = ended(tmp_path, state="running", supervisor=DEAD | directory.ELSEWHERE)
     way = f"nsa-console resume {launch} --yes"
     assert cli.main(["adopt", str(launch)]) == 4
     said = capsys.readouterr().err.replace("\n", " ")
@@ -32,10 +32,10 @@ def test_a_rejected_adoption_names_the_resume_that_is_possible(tmp_path, capsys)
     assert f"restore it, and adopt again; or, if no rank is alive, cd to it: {way}" in said
 
 
-@pytest.mark.parametrize("host", ["gone", rundir.host_name()])
-def test_a_launch_that_another_continues_is_not_adopted(tmp_path, capsys, host):
+@pytest.mark.parametrize("there", [directory.ELSEWHERE, {}])
+def test_a_launch_that_another_continues_is_not_adopted(tmp_path, capsys, there):
     """Otherwise two launches would train the same steps."""
-    owner = DEAD | {"host": host}
+    owner = DEAD | there
     old = ended(tmp_path, state="running", supervisor=owner, updated_ts=1.7e9)
     continued(old.parents[1], old / "0-sanity", "one", 1.6e9)
     code, said = adopted(old, capsys)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -286,13 +287,39 @@ def unshared(options: Sequence[str], *words: object) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def elsewhere(*words: object) -> tuple[int, str]:
-    """Runs a command under another host name; returns exit code and output."""
-    return unshared(["--uts", "sh", "-ec", 'hostname elsewhere && exec "$@"', "sh"], *words)
+def renamed(*words: object) -> tuple[int, str]:
+    """Runs a command on this host after a change of its name; returns exit code and output."""
+    return unshared(["--uts", "sh", "-ec", 'hostname renamed && exec "$@"', "sh"], *words)
+
+
+@pytest.fixture
+def elsewhere(tmp_path):
+    """A function that runs a command as on another host, with another name and another boot."""
+    (boot := tmp_path / "boot_id").write_text("another\n")
+    script = 'hostname elsewhere; mount --bind "$0" /proc/sys/kernel/random/boot_id; exec "$@"'
+    return partial(unshared, ["--uts", "--mount", "sh", "-ec", script, str(boot)])
+
+
+@pytest.mark.decision("target-supervisor", "absent")
+def test_a_rank_of_a_dead_supervisor_is_halted_and_adopted_after_the_host_was_renamed(
+    tmp_path,
+):
+    path, gone = made(tmp_path / "r1"), rundir.identity() | DEAD
+    mine = rundir.identity()
+    run, written_ts = path / "0-first", time.time() - 3600
+    directory.run(run, 1, workers=[{"rank": 0, "exit": None, **mine}],
+                  updated_ts=written_ts, **gone)  # fmt: skip
+    directory.told(path, "", **gone)
+    code, text = renamed("status", path)
+    assert ("UNSUPERVISED" in text, "may have ended" in text) == (True, False), text
+    code, text = renamed("adopt", path)
+    assert (code, "ran on" in text) == (4, False), text
+    code, text = renamed("halt", path)
+    assert (code, (run / rundir.HALT).exists()) == (0, True), text
 
 
 @pytest.mark.decision("target-supervisor", "true")
-def test_from_another_host_a_request_is_sent_and_its_answer_counts(launched):
+def test_from_another_host_a_request_is_sent_and_its_answer_counts(launched, elsewhere):
     for words in (("do", launched.path, "note", "text=from afar"), ("dump", launched.run())):
         code, text = elsewhere(*words)
         assert code == 0, text
@@ -319,7 +346,7 @@ def test_in_another_pid_namespace_a_launch_with_a_free_lock_has_no_supervisor(tm
 
 
 @pytest.mark.decision("target-supervisor", "absent")
-def test_from_another_host_a_missing_answer_is_reported(launched):
+def test_from_another_host_a_missing_answer_is_reported(launched, elsewhere):
     with launched.stopped():
         code, text = elsewhere("halt", launched.path, "--timeout", "3")
         assert not (launched.run() / rundir.HALT).exists()

@@ -119,23 +119,38 @@ def _own_start_ticks(pid: int) -> int | None:
     return start_ticks(pid)
 
 
+def is_here(owner: Mapping[str, Any]) -> bool:
+    """Returns whether the process with this `identity` is of this boot and PID namespace.
+
+    The host name is compared only without boot id or `pid_ns`, which older documents lack, because
+    a host can be renamed.
+    """
+    if owner.get("boot_id") != boot_id():
+        return False
+    known = owner.get("pid_ns") if boot_id() else None
+    return owner.get("host") == host_name() if known is None else known == pid_ns()
+
+
 def is_hidden(owner: Mapping[str, Any]) -> bool:
     """Returns whether the process with this `identity` is in another PID namespace of this host.
 
-    The containers of a pod, for example, have one host name. Older documents lack `pid_ns`.
+    The containers of a pod, for example, have one host name.
     """
     is_same_boot = (owner.get("host"), owner.get("boot_id")) == (host_name(), boot_id())
-    return is_same_boot and owner.get("pid_ns") not in (None, pid_ns())
+    return is_same_boot and not is_here(owner)
+
+
+def other_host(owner: Mapping[str, Any]) -> str:
+    """Returns the host in this `identity`, or "" if it is this host or not recorded."""
+    host = jsonl.text(owner, "host")
+    return "" if host == host_name() or is_here(owner) else host
 
 
 def is_alive(owner: Mapping[str, Any]) -> bool:
     """Returns whether the process with this `identity` is alive on this host, in this boot."""
     pid = jsonl.integer(owner, "pid") or 0
-    found = identity(pid) if pid > 0 else {"start_ticks": None}
-    if found["start_ticks"] is None:
-        return False
-    found.pop("pid_ns")  # `is_hidden` compares it
-    return not is_hidden(owner) and all(owner.get(key) == value for key, value in found.items())
+    ticks = start_ticks(pid) if pid > 0 else None
+    return ticks is not None and owner.get("start_ticks") == ticks and is_here(owner)
 
 
 def token(run: Mapping[str, Any]) -> str:

@@ -19,6 +19,8 @@ from trainers.contract import environ, jsonl, rundir
 
 DEAD = {"pid": 2**22 - 3, "start_ticks": 1}
 """The identity of a process that does not exist."""
+ELSEWHERE = {"host": "elsewhere", "boot_id": "another"}
+"""Another host, in the identity of a process."""
 FIGURES = {
     "toks_per_s": 297.4, "grad_norm": 0.0, "gate_entropy_mean": 1.0985525846481323,
     "gate_branch_shares": [0.336, 0.333, 0.331], "fb_total_fallbacks": 0, "sel_k_mean": 49.0,

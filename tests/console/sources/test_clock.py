@@ -28,7 +28,8 @@ def test_a_time_in_the_future_is_no_evidence_that_data_are_fresh(launch):
     run, later_ts = launch / "0-first", time.time() + 3600
     pulse = {"step": 7, "phase": "forward", "since_s": 1.0, "device_step": 7}
     rank = {"rank": 0, "pid": directory.DEAD["pid"], "state": "R", "cpu_pct": 9.0, "pulse": pulse}
-    directory.change(run / rundir.SUPERVISOR, workers=[], host="elsewhere", updated_ts=later_ts)
+    news = directory.ELSEWHERE | {"workers": [], "updated_ts": later_ts}
+    directory.change(run / rundir.SUPERVISOR, **news)
     directory.beat(run, 0, 7, ts=later_ts)
     directory.sample(run, ts=later_ts, ranks=[rank])
     os.utime(run / rundir.SUPERVISOR, (later_ts, later_ts))

@@ -183,7 +183,7 @@ def test_a_living_rank_without_a_number_is_not_rank_0(ranks, words):
 @pytest.mark.parametrize("named", ["running", "stalled", "restarting"])
 def test_a_run_of_another_host_is_never_lost_without_a_recorded_end(launch, named):
     run, before = launch / "0-first", time.time() - 300
-    owner = {"host": "elsewhere", "pid": 77}
+    owner = directory.ELSEWHERE | {"pid": 77}
     directory.run(run, state=named, workers=[], updated_ts=before, **owner)
     directory.change(launch / rundir.PLAN_STATE, supervisor=owner, updated_ts=before)
     directory.beat(run, 0, 3, ts=before)
@@ -208,7 +208,7 @@ def test_a_run_of_another_host_is_never_lost_without_a_recorded_end(launch, name
 
 def test_a_launch_of_another_host_without_a_run_is_not_lost(tmp_path):
     path = directory.launch(tmp_path)
-    for owner, state in (({"host": "elsewhere"}, "unsupervised"), (directory.DEAD, "lost")):
+    for owner, state in ((directory.ELSEWHERE, "unsupervised"), (directory.DEAD, "lost")):
         document = rundir.identity() | owner
         directory.change(path / rundir.PLAN_STATE, supervisor=document, updated_ts=1.0)
         assert RunSource(path).poll().state == state
@@ -216,7 +216,7 @@ def test_a_launch_of_another_host_without_a_run_is_not_lost(tmp_path):
 
 def test_records_without_a_time_are_not_recent(launch):
     run = launch / "0-first"
-    directory.run(run, workers=[], host="elsewhere", updated_ts=1.0)
+    directory.run(run, workers=[], updated_ts=1.0, **directory.ELSEWHERE)
     directory.beat(run, 0, 3, ts="nan")
     state = RunSource(launch).poll()
     assert state.state == "unsupervised"
@@ -225,7 +225,7 @@ def test_records_without_a_time_are_not_recent(launch):
 
 def test_another_host_whose_clock_is_ahead_looks_alive_only_while_it_writes(launch):
     run = launch / "0-first"
-    directory.run(run, workers=[], host="elsewhere", updated_ts=time.time() + 3600)
+    directory.run(run, workers=[], updated_ts=time.time() + 3600, **directory.ELSEWHERE)
     directory.beat(run, 0, 3, ts=time.time() - 3600)
     assert RunSource(launch).poll().state == "running"
     before = time.time() - 61

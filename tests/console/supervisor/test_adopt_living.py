@@ -10,6 +10,7 @@ import pytest
 from console import actions
 from console.sources.run import RunSource
 from console.supervisor import former_documents
+from tests.console.sources import directory
 from tests.launches import PROGRAMS, STUB, phase, sleeping
 from trainers.contract import environ, jsonl, rundir
 from trainers.contract.errors import RefusedError
@@ -40,7 +41,7 @@ def refused_with(launch, path, changed, says):
 @pytest.mark.parametrize(
     ("changed", "says"),
     [
-        ({"supervisor": {"host": "elsewhere"}}, "adopt it there"),
+        ({"supervisor": directory.ELSEWHERE}, "adopt it there"),
         ({"supervisor": {"boot_id": "before"}}, "add --yes to confirm"),
         ({"v": 99}, "of another version"),
         ({"state": "ended"}, "says that no phase runs, but in 0-one ranks 0-1 still run; kill "),

@@ -190,7 +190,8 @@ def test_a_document_cannot_name_a_stranger(stranger, run):
     handle = process.open_named(known, other.parent.parent, other)
     assert handle is not None
     handle.close()
-    for change in ({"start_ticks": 1}, {"boot_id": "before"}, {"host": "elsewhere"}, {"pid": -1}):
+    elsewhere = {"host": "elsewhere", "pid_ns": None}
+    for change in ({"start_ticks": 1}, {"boot_id": "before"}, elsewhere, {"pid": -1}):
         assert process.open_named(known | change, other.parent.parent, other) is None
     log = own / "rank0.log"
     for link in (None, log.hardlink_to, log.symlink_to):
