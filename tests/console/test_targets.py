@@ -17,6 +17,7 @@ import pytest
 from console import actions, cli
 from console.sources import launches
 from console.sources.run import RunSource
+from console.supervisor import lock
 from console.tui import feed
 from console.tui.widgets import chooser
 from tests.console.sources import directory
@@ -343,6 +344,24 @@ def test_in_another_pid_namespace_a_launch_with_a_free_lock_has_no_supervisor(tm
         directory.told(path, "", pid_ns=1)
     code, err = said(capsys, "do", path, "note", "text=x")
     assert (code, "is not running" in err) == (4, True), err
+
+
+@pytest.mark.decision("target-supervisor", "true")
+def test_from_another_host_of_the_same_name_the_run_is_running_and_gets_requests(tmp_path):
+    path, written_ts = made(tmp_path / "r1"), time.time()
+    there = rundir.identity() | DEAD | {"boot_id": "another"}
+    directory.run(path / "0-first", 1, workers=[{"rank": 0, "exit": None, **there}],
+                  updated_ts=written_ts, **there)  # fmt: skip
+    directory.change(path / rundir.PLAN_STATE, updated_ts=written_ts)
+    with directory.owned(path):
+        directory.told(path, lock.token_of(path), **there)
+        state = RunSource(path).poll()
+        assert (state.state, state.launch.state) == ("running", "running")
+        assert cli.main(["halt", str(path), "--timeout", "0.1"]) == 5
+        assert list((path / rundir.REQUESTS).iterdir())
+    for document in (path / rundir.PLAN_STATE, path / "0-first" / rundir.SUPERVISOR):
+        directory.change(document, updated_ts=written_ts - 90)
+    assert RunSource(path).poll().state == "lost"
 
 
 @pytest.mark.decision("target-supervisor", "absent")
