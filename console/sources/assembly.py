@@ -157,8 +157,8 @@ class Assembly:
 
     @property
     def _blocked_s(self) -> float:
-        blocked_s = None if self._has_ended else jsonl.number(self._status, "blocked_s")
-        return blocked_s or 0.0
+        is_known = not self._has_ended and liveness.is_recent(self._status)
+        return (jsonl.number(self._status, "blocked_s") or 0.0) if is_known else 0.0
 
     def _policy(self, key: str) -> str:
         """Returns the policy of the supervisor in words; `key` is a key of supervisor.json."""

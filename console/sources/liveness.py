@@ -62,6 +62,12 @@ def age(ts: float | None) -> float | None:
     return max(0.0, age_s) if -CLOCK_S <= age_s < math.inf else None
 
 
+def is_recent(status: Record) -> bool:
+    """Returns whether the supervisor heartbeat `status` shows the present."""
+    age_s = age(jsonl.number(status, "ts"))
+    return age_s is not None and age_s < SILENT_S
+
+
 def live_directory(supervisor: Record) -> Path | None:
     """Returns the live directory of a run, or None if there is none that can be trusted.
 

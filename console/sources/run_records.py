@@ -105,8 +105,7 @@ class RunRecords:
         """
         by_events = self.reducer.events.open()
         found = list(by_events.values())
-        status_s = liveness.age(jsonl.number(status, "ts"))
-        if status_s is not None and status_s < liveness.SILENT_S:
+        if liveness.is_recent(status):
             by_status = {name: alert_of(name, record) for record in jsonl.entries(status, "alerts")
                          if (name := json_documents.line(record, "alert", ""))}  # fmt: skip
             found = []

@@ -144,6 +144,16 @@ def test_the_supervisor_heartbeat_outweighs_events_on_alerts(launch, run, shared
     assert "all is lost" in found
 
 
+def test_a_blocked_write_is_shown_only_while_the_supervisor_heartbeat_is_recent(
+    launch, run, shared_memory
+):
+    directory.run(run, live_dir=str(shared_memory))
+    for age_s, blocked_s in ((0, 47), (3600, 0)):
+        status = {"v": 1, "ts": time.time() - age_s, "state": "running", "blocked_s": 47}
+        directory.document(shared_memory / rundir.LIVE_STATUS, status)
+        assert RunSource(launch).poll().directory_blocked_s == blocked_s
+
+
 EARLIER, PRESENT = (
     {"sentence": f"rank {rank} is stopped", "rank": rank, "cause": "stopped", "sure": "high"}
     for rank in (1, 0)
