@@ -152,9 +152,9 @@ class Redactor:
     """
 
     def __init__(self, variables: Mapping[str, str]):
-        values = {os.fsencode(form) for name, value in variables.items()
-                  if is_secret(name) and len(value) >= LEAST_SECRET_CHARS
-                  for form in (value, json.dumps(value)[1:-1], quote(value, safe=""))}  # fmt: skip
+        values = {os.fsencode(form) for name, x in variables.items()
+                  if is_secret(name) and len(x) >= LEAST_SECRET_CHARS
+                  for form in (x, json.dumps(x)[1:-1], quote(os.fsencode(x), safe=""))}  # fmt: skip
         self._values = sorted(values, key=len, reverse=True)
         home = os.fsencode(variables.get("HOME", "").rstrip("/"))
         self._home = re.compile(re.escape(home) + rb"(?![\w.-])") if len(home) > 1 else None

@@ -98,6 +98,12 @@ def test_a_secret_of_this_shell_is_removed_in_its_escaped_forms_too():
     assert Redactor({"MY_KEY": value}).redact(text)[0] == b'["[removed]"] [removed]'
 
 
+def test_a_secret_of_this_shell_that_is_not_utf_8_is_removed():
+    value = b"gr\xfcn-geheim"
+    found = Redactor({"DB_PASSWORD": os.fsdecode(value)}).redact(value + b" gr%FCn-geheim")
+    assert found[0] == b"[removed] [removed]"
+
+
 def test_documents_stay_json_without_their_secrets():
     record = {"environment": {"A_TOKEN": "x\"y", "B": 1, "C_SECRET": None}, "token": 7,
               "passwords": ["a"], "argv": ["--token", "abc", "z"]}  # fmt: skip
