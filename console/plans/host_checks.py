@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 from console.model import Result
+from console.plans import catalog
 from console.plans.case import Case, Found
 from console.plans.config_checks import checkpoint_bytes
 from console.sources import launches, liveness, process, procfs
@@ -184,11 +185,19 @@ def code(case: Case) -> Found:
     """Reports the commit; for a plan with GPUs, local changes or no commit are a warning."""
     sha = jsonl.text(dict(case.git), "sha")[:12]
     if not sha:
-        return "unknown" if case.plan.gpus else "pass", "the code is in no git repository"
+        return "unknown" if case.plan.gpus else "pass", _without_commit(catalog.PROJECT)
     if case.git.get("dirty"):
         text = f"commit {sha} with local changes; commit them, or nobody can repeat the run"
         return "unknown" if case.plan.gpus else "pass", text
     return "pass", f"commit {sha}"
+
+
+def _without_commit(folder: Path) -> str:
+    """Returns why the commit of the code in a folder is not known."""
+    if not any(os.path.lexists(each / ".git") for each in (folder, *folder.parents)):
+        return "the code is in no git repository"
+    see = shlex.join(("git", "-C", str(folder), "rev-parse", "HEAD"))
+    return clean(f"git cannot report the commit of the code; see {see}", 400)
 
 
 def shell(case: Case) -> Found:

@@ -17,7 +17,7 @@ import yaml
 
 from console import actions, plan
 from console.actions import LaunchOptions
-from console.plans import config_checks, gpu_checks, host_checks, preflight
+from console.plans import catalog, config_checks, gpu_checks, host_checks, preflight
 from console.plans.case import Case
 from tests.mounts import tmpfs
 from trainers import manifest
@@ -362,11 +362,21 @@ def test_settings_of_nccl_that_slow_it_down_are_warnings(tmp_path):
      ({"sha": "a" * 40, "dirty": False}, 2, "pass", "a" * 12)],
 )  # fmt: skip
 def test_code_that_no_commit_holds_is_a_warning_for_a_plan_on_gpus(
-    tmp_path, git, gpus, result, text
+    tmp_path, monkeypatch, git, gpus, result, text
 ):
+    monkeypatch.setattr(catalog, "PROJECT", tmp_path)
     given = plan.parse({"name": "mine", "gpus": gpus, "phases": [{"name": "one"}]}, "test")
     found = host_checks.code(Case(given, tmp_path, git=git))
     assert (found[0], text in found[1]) == (result, True)
+
+
+def test_a_repository_that_git_does_not_read_is_not_missing(tmp_path, monkeypatch):
+    """For example, the repository of another user is mounted into a container of root."""
+    monkeypatch.setattr(catalog, "PROJECT", tmp_path / "code")
+    (tmp_path / ".git").mkdir()
+    found = host_checks.code(bare(tmp_path))
+    assert found == ("pass", "git cannot report the commit of the code; see "
+                     f"git -C {tmp_path / 'code'} rev-parse HEAD")  # fmt: skip
 
 
 @pytest.mark.parametrize(
