@@ -143,7 +143,8 @@ ROWS: tuple[Row, ...] = (
         f"{TARGETS}::test_a_directory_that_is_a_copy_or_was_moved_is_only_looked_at",
         f"{TARGETS}::test_an_uncertain_latest_is_refused_with_both",
         f"{TARGETS}::test_documents_of_a_living_supervisor_in_a_copy_are_refused",
-        f"{TARGETS}::test_from_another_host_a_request_is_sent_and_its_answer_counts",
+        f"{CONSOLE}/test_other_hosts.py::"
+        "test_from_another_host_a_request_is_sent_and_its_answer_counts",
         f"{TARGETS}::test_an_unreadable_document_is_named_and_the_action_refused",
     )),
     Row("r", "B", "full disk while the owner is named; umask 777", elsewhere=(
