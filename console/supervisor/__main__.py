@@ -1,4 +1,8 @@
-"""`python -m console.supervisor LAUNCH --lock-fd N [--adopt]`: supervises a launch."""
+"""`python -m console.supervisor LAUNCH --lock-fd N [--adopt]`: supervises a launch.
+
+The owner loads the modules of its children before the first fork. So each child runs the code of
+the owner, even if the files were replaced by other versions since then.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from console import access
-from console.supervisor import lock
+from console.supervisor import child, lock
 from console.supervisor.link import Channel, ChildState
 from console.supervisor.owner import Owner
 from trainers.contract import rundir
@@ -94,8 +98,6 @@ def main() -> int:
 
     def run_child(channel: Channel, state: ChildState) -> int:
         os.close(options.lock_fd)
-        from console.supervisor import child  # imported here, so that the owner does not load it
-
         return child.main(options.launch, adopt, launch_lock, channel, state)
 
     owner = Owner(run_child)

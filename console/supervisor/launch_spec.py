@@ -21,6 +21,7 @@ from console.settings_file import Settings
 from console.supervisor import program
 from trainers.contract import VERSION, environ, jsonl, rundir
 from trainers.contract.errors import NotFoundError
+from trainers.settings import resolve
 
 PLAN_ENV, PHASE_FLAGS, LOG_DIR = "plan env", "plan", "--log-dir"
 GIT_S = 10.0
@@ -80,13 +81,10 @@ class LaunchSpec:
         phase = self.plan.phases[index]
         if not phase.is_ours:
             return {}
-        from trainers import settings
-
         config = project_file(phase.config) if phase.config else None
         environment = {name: flag.value for name, flag in flags.items()}
         origins = dict.fromkeys(phase.set, PHASE_FLAGS) | dict(self.set_origins)
-        resolved = settings.resolve(config, environment, phase.set, phase.module, origins)
-        return resolved.as_dict()
+        return resolve(config, environment, phase.set, phase.module, origins).as_dict()
 
     def entries(self) -> list[dict[str, Any]]:
         """Returns the value that the key `phases` of plan_state.json has before the first phase."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from console.plans import report
 from console.sources.process import command
 from console.supervisor.rundir_io import Directory
 
@@ -56,8 +57,6 @@ class ReportWriter:
 
     def _build(self, queue_is_written: threading.Event) -> None:
         """Runs in the thread of the report; first waits up to `LIMIT_S` for earlier writes."""
-        from console.plans import report
-
         queue_is_written.wait(LIMIT_S)
         for files in report.versions(self._launch, self._launch / report.NAME):
             if self._directory.is_ours():

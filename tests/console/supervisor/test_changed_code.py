@@ -1,0 +1,88 @@
+"""The code of the project changes while a launch runs from it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from console.supervisor.run import REPLACED
+from tests.launches import ROOT, STUB, Begin, Started, write_plan
+from trainers.contract import rundir
+
+TRAINER = """
+import itertools, pathlib, sys, time
+from trainers.contract.member import join
+run = join()
+for step in itertools.count(1):
+    if run.step(step, loss=1.0) or pathlib.Path({go!r}).exists():
+        break
+    time.sleep(0.02)
+"""
+
+
+class Tree:
+    """A repository with a copy of the project, from which launches are started."""
+
+    def __init__(self, path: Path, begin: Begin):
+        self.path, self.go, self._begin = path, path.with_name("go"), begin
+        for name in ("console", "trainers", "nsa", "configs"):
+            shutil.copytree(ROOT / name, path / name)
+        (path / "trainers" / "ddp.py").write_text(TRAINER.format(go=str(self.go)))
+        self._git("init", "-q")
+        self.commit()
+
+    def _git(self, *words: str) -> str:
+        git = ["git", "-C", str(self.path), "-c", "user.name=x", "-c", "user.email=x@x"]
+        return subprocess.check_output([*git, *words], text=True).strip()
+
+    def commit(self) -> str:
+        """Commits all files; returns the commit."""
+        self._git("add", ".")
+        self._git("commit", "-qm", "x")
+        return self._git("rev-parse", "HEAD")
+
+    def launch(self, *phases: dict[str, object], **plan: object) -> Started:
+        """Launches a plan of these phases with the code of the tree."""
+        file = write_plan(self.path.parent, phases=list(phases), nproc=1, **plan)
+        shell = os.environ | {"PYTHONPATH": f"{self.path}:{STUB['PYTHONPATH']}"}
+        words = ["--root", self.path.parent / "artifacts", "launch", file, "--json"]
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "console", *words], env=shell, text=True, check=False,
+            capture_output=True, cwd=self.path.parent,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return self._begin.adopt(json.loads(done.stdout)["path"])
+
+
+@pytest.fixture
+def tree(tmp_path, begin):
+    return Tree(tmp_path / "tree", begin)
+
+
+def ours(name: str) -> dict[str, object]:
+    return {"name": name, "module": "trainers.ddp", "config": "configs/tiny_cpu.yaml"}
+
+
+def test_an_update_of_the_code_does_not_reach_the_working_processes_of_a_launch(tree):
+    """Each working process has the code of its owner; no module is loaded from the new files."""
+    started = tree.launch(ours("one"), ours("two"))
+    started.wait_steps(3)
+    for path in tree.path.rglob("*.py"):
+        path.write_text("raise ImportError('of another version')")
+    child = started.child()
+    os.kill(child, signal.SIGKILL)
+    started.wait(lambda: started.child() != child and started.alerts(REPLACED))
+    assert started.ask("note", text="still works")["ok"]
+    assert started.ask("set-flag", name="NSA_LR", value="0.001")["ok"]
+    assert started.ask("stop")["ok"]
+    assert started.wait_over()["phases"][0]["state"] == "stopped"
+    assert "ImportError" not in (started.path / rundir.SUPERVISOR_LOG).read_text()
+    assert not [event for event in started.events() if "the report" in event["text"]]
+    assert (started.path / "report.md").exists()
