@@ -20,7 +20,7 @@ from console import status_text
 from console.model import LIVE_STATES, OPERATOR, RESULTS, LaunchState, RunState
 from console.plans import gates, sweep
 from console.plans.gate_check import poll_confirmed, so_far
-from console.sources import launches
+from console.sources import json_documents, launches
 from console.sources.gate_files import SPEED
 from console.sources.rank_totals import FIGURES, LAST_STEPS
 from console.sources.record_files import read_end
@@ -121,8 +121,8 @@ def _phases(path: Path, source: RunSource) -> Iterator[Phase]:
         state = run.poll()  # with a snapshot, only this call reads the series
         if state.state in LIVE_STATES:
             state = replace(state, gates=so_far(run, state))
-        born, env = (rundir.read_json(each / n, below=each) or {} for n in (rundir.RUN, rundir.ENV))
-        yield Phase(each.name, each, run, state, born, env, planned.get(each.name, {}))
+        born, env = json_documents.run_record(each), rundir.read_json(each / rundir.ENV, below=each)
+        yield Phase(each.name, each, run, state, born, env or {}, planned.get(each.name, {}))
 
 
 # --- Markdown ------------------------------------------------------------------------------------

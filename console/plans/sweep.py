@@ -318,7 +318,7 @@ def _measure(path: Path) -> Run | str:
         why = status_text.no_go(state) or status_text.not_passed(state.gates)
         return f"it is {state.state}{f', {why}' if why else ''}; only runs that are go are compared"
     steps_s = [s for s in source.series.newest_steps_s(WARM_UP_STEPS) if 0 < s < LONGEST_STEP_S]
-    run = rundir.read_json(path / rundir.RUN, below=path) or {}
+    run = json_documents.run_record(path)
     facts = rundir.read_json(path / rundir.ENV, below=path) or {}
     tokens = jsonl.number(facts, "tokens_per_step")
     if tokens is None or not 0 < tokens < MOST_TOKENS:

@@ -122,6 +122,17 @@ def verdict(supervisor: Mapping[str, Any]) -> Verdict | None:
     return read(Verdict, record) if record else None
 
 
+def run_record(run: Path) -> dict[str, Any]:
+    """Returns run.json, or {}, with the commit of the newest attempt if supervisor.json has it.
+
+    run.json has the commit of the launch; the code may have changed before the run started.
+    """
+    record, supervisor = (
+        rundir.read_json(run / name, below=run) or {} for name in (rundir.RUN, rundir.SUPERVISOR)
+    )
+    return record | {"git": supervisor.get("git", record.get("git"))}
+
+
 def bounds(run: Mapping[str, Any]) -> dict[str, str]:
     """Returns the bounds of at most 64 gates in run.json as text. The key is the gate's name."""
     gates = list(jsonl.mapping(run, "gates").items())[:64]

@@ -239,7 +239,7 @@ def changed_words(former: Mapping[str, Any], git: Mapping[str, Any]) -> str:
         f"commit {jsonl.text(each, 'sha')[:12]}{' with local changes' * bool(each.get('dirty'))}"
         for each in (former, git)
     ]
-    return f"the code changed since the last attempt or supervisor: {' → '.join(names)}"
+    return f"the code changed since the launch or the last attempt: {' → '.join(names)}"
 
 
 ASK_GIT = """

@@ -265,8 +265,7 @@ class Run:
         if self.number > 1:
             self._directory.check_token(self.path, self._context.token)
         elif aside := self._directory.make_run(self.path, self._record):
-            text = f"a .HALT from before the start was renamed to {aside.name}"
-            self.event("note", text, "warn")
+            self.event("note", f"a .HALT from before the start was renamed to {aside.name}", "warn")
         self._read_code(begins=True)
 
     def _read_code(self, begins: bool) -> None:
@@ -275,7 +274,8 @@ class Run:
         With `begins` False, the attempt was adopted, and a recorded commit stays.
         """
         found = launch_spec.git_facts(launch_spec.code_folder(self.phase))
-        self._changed_code = launch_spec.changed_words(self._git, found)
+        former = self._git or (self._spec.git if self.phase.is_ours else {})
+        self._changed_code = launch_spec.changed_words(former, found)
         if begins or not self._git:
             self._git = found
 

@@ -65,6 +65,7 @@ def test_the_faster_variant_is_named_with_its_figures_and_routes(launch, capsys)
         ("tokens", "has no valid tokens_per_step"),
         ("rounds", "only a part of the rounds"),
         ("hook", "comm_hook is 'none' in"), ("gates", "gate loss_finite is not in gates.json"),
+        ("code", "git is {'sha': 'abc', 'dirty': False, 'diff': ''} in 0-bucket-1-mb25 and {'sha'"),
     ],
 )  # fmt: skip
 def test_a_run_that_does_not_count_leaves_no_comparison(launch, capsys, what, words):
@@ -81,6 +82,10 @@ def test_a_run_that_does_not_count_leaves_no_comparison(launch, capsys, what, wo
         directory.change(launch / rundir.PLAN, phases=planned["phases"][:6])
     elif what == "hook":
         directory.document(run / rundir.ENV, FACTS | {"comm_hook": "bf16"})
+    elif what == "code":  # run.json of each run has the commit of the launch
+        for each in launch.glob("[0-9]*-*"):
+            git = {"sha": "def" if each == run else "abc", "dirty": False, "diff": ""}
+            directory.change(each / rundir.SUPERVISOR, git=git)
     elif what == "gates":
         directory.document(run / rundir.GATES, {"v": 1, "gates": []})
     else:

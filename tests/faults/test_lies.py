@@ -290,7 +290,7 @@ def test_other_code_at_a_restart_is_said(scene, launch, orders, tmp_path):
     words = scene.inject(
         started, lambda: os.kill(started.pids()[1], signal.SIGKILL), sentence_of("code-changed")
     )
-    assert words.startswith("the code changed since the last attempt or supervisor: commit ")
+    assert words.startswith("the code changed since the launch or the last attempt: commit ")
     again = started.wait(lambda: (s := started.state())["attempt"] == 2 and s["git"] != first and s)
     assert (again["git"]["dirty"], again["ended"][0]["sha"]) == (True, first["sha"])
     (script.parent / ".git").rename(tmp_path / "away")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from console.supervisor.run import REPLACED
+from console.supervisor.run import CODE_CHANGED, REPLACED
 from tests.launches import ROOT, STUB, Begin, Started, write_plan
 from trainers.contract import rundir
 
@@ -35,6 +36,7 @@ class Tree:
         for name in ("console", "trainers", "nsa", "configs"):
             shutil.copytree(ROOT / name, path / name)
         (path / "trainers" / "ddp.py").write_text(TRAINER.format(go=str(self.go)))
+        (path / ".gitignore").write_text("__pycache__/\n")
         self._git("init", "-q")
         self.commit()
 
@@ -86,3 +88,23 @@ def test_an_update_of_the_code_does_not_reach_the_working_processes_of_a_launch(
     assert "ImportError" not in (started.path / rundir.SUPERVISOR_LOG).read_text()
     assert not [event for event in started.events() if "the report" in event["text"]]
     assert (started.path / "report.md").exists()
+
+
+def test_a_phase_that_starts_with_other_code_than_the_launch_says_so(tree):
+    started = tree.launch(ours("one"), ours("two"), between="ask")
+    tree.go.touch()
+    started.wait(lambda: started.plan_state.get("state") == "waiting")
+    tree.go.unlink()
+    first = started.state()["git"]["sha"]
+    (tree.path / "nsa" / "new.py").touch()
+    second = tree.commit()
+    assert started.ask("proceed")["ok"]
+    alert = started.wait(lambda: started.alerts(CODE_CHANGED, 1))[0]
+    words = "the code changed since the launch or the last attempt"
+    assert alert["text"] == f"{words}: commit {first[:12]} → commit {second[:12]}"
+    tree.go.touch()
+    assert started.wait_over()["why"] == "all phases are done"
+    assert not started.alerts(CODE_CHANGED)
+    report = (started.path / "report.md").read_text()
+    for commit, name in ((first, "0-one"), (second, "1-two")):
+        assert re.search(rf"^\| git \| sha {commit}, dirty False[^|]*\| {name} \|$", report, re.M)
