@@ -143,7 +143,7 @@ def begin(prepared: Prepared, by: str) -> Path:
     """Starts a prepared launch; returns the directory of the launch.
 
     Raises UsageError with `assume_gpus`. Raises RefusedError if a check has failed, if the plan has
-    another `digest`, or if `check_not_continued` rejects a resume. May raise another ContractError.
+    another `digest`, or if `check_still_ended` rejects a resume. May raise another ContractError.
     If a directory named after the time is taken, another name is used.
     """
     options = prepared.options
@@ -158,7 +158,7 @@ def begin(prepared: Prepared, by: str) -> Path:
     if failed:
         raise RefusedError("; ".join(failed))
     directory, spec = prepared.directory, replace(prepared.spec, by=by)
-    rest_of_launch.check_not_continued(options)
+    rest_of_launch.check_still_ended(options)
     while True:
         try:
             launcher.start(directory, spec)

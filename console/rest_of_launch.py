@@ -60,21 +60,8 @@ def plan(
         raise RefusedError(f"{path} belongs to no launch; pass --resume to its trainer instead")
     access.check_ours(top)
     launches.check_in_place(top)
-    launch = RunSource(top).poll().launch
+    _check_ended(top, again)
     state, name = rundir.read_json(top / rundir.PLAN_STATE) or {}, launches.launch_id(top)
-    living = next(filter(None, map(liveness.living_in, launches.run_directories(top))), "")
-    if launch and launch.state == "unsupervised" and liveness.is_locked(top):
-        living = living or "a process holds its lock"  # perhaps in another container
-    accepted = ("ended", "unsupervised") if again else ("ended",)
-    if launch and (living or launch.state not in accepted):
-        why = living or (f"it is {launch.state}" if launch.under_way else launch.why)
-        other = "halt it first" if living else "and no rank is alive there, add --yes to resume it"
-        adopt = (
-            f"; {process.command('adopt', top)} starts a supervisor on the host of its ranks; if "
-            f"that is not possible, {other}"
-        )
-        then = {"unsupervised": adopt, "unknown": ""}.get(launch.state, "; halt it first")
-        raise RefusedError(f"{name} has not ended ({why}){then}")
     stored = rundir.read_json(top / rundir.PLAN)
     old = launch_spec.load(top, stored)
     done = [(each.get("state"), each.get("result")) for each in jsonl.entries(state, "phases")]
@@ -96,6 +83,28 @@ def plan(
         phases[0] = replace(phases[0], set={**given, gate_check.RESUME: str(runs[0].absolute())})
         origins[gate_check.RESUME] = RESUME
     return replace(old.plan, phases=tuple(phases)), {**old.flag_origins, **by_operator}, origins
+
+
+def _check_ended(top: Path, again: bool) -> None:
+    """Raises RefusedError if the launch has not ended, or if a process of it is alive.
+
+    With `again`, an unsupervised launch without a living process on this host counts as ended.
+    """
+    launch = RunSource(top).poll().launch
+    name = launches.launch_id(top)
+    living = next(filter(None, map(liveness.living_in, launches.run_directories(top))), "")
+    if launch and launch.state == "unsupervised" and liveness.is_locked(top):
+        living = living or "a process holds its lock"  # perhaps in another container
+    accepted = ("ended", "unsupervised") if again else ("ended",)
+    if launch and (living or launch.state not in accepted):
+        why = living or (f"it is {launch.state}" if launch.under_way else launch.why)
+        other = "halt it first" if living else "and no rank is alive there, add --yes to resume it"
+        adopt = (
+            f"; {process.command('adopt', top)} starts a supervisor on the host of its ranks; if "
+            f"that is not possible, {other}"
+        )
+        then = {"unsupervised": adopt, "unknown": ""}.get(launch.state, "; halt it first")
+        raise RefusedError(f"{name} has not ended ({why}){then}")
 
 
 def _first_run(planned: Plan, index: int) -> tuple[int, str]:
@@ -164,19 +173,19 @@ def continued_words(path: Path, root: Path) -> str:
     )
 
 
-def check_not_continued(options: LaunchOptions) -> None:
-    """Raises RefusedError for a resume of a launch that was moved, or is already continued.
+def check_still_ended(options: LaunchOptions) -> None:
+    """Raises RefusedError for a resume of a launch that changed after `plan` had read it.
 
-    With `again`, the resume of a launch that another launch continues is accepted.
+    It was moved, or another launch continues it, or it has a supervisor again. With `again`, the
+    resume of a launch that another launch continues is accepted.
     """
     if options.resume is None:
         return
     if not options.resume.is_dir():
         raise RefusedError(f"{options.resume} was moved or removed, so nothing was launched")
-    if options.again:
-        return
-    if text := continued_words(options.resume, options.root):
+    if not options.again and (text := continued_words(options.resume, options.root)):
         raise RefusedError(f"{text}, so nothing was launched")
+    _check_ended(launches.launch_of(options.resume) or options.resume, options.again)
 
 
 def check_adoptable(top: Path, root: Path) -> None:

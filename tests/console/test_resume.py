@@ -284,6 +284,15 @@ def test_a_launch_whose_supervisor_is_gone_is_resumed_only_with_a_confirmation(t
     os.close(lock)
 
 
+def test_a_launch_that_was_adopted_after_the_checks_of_a_resume_is_not_resumed(tmp_path):
+    launch = ended(tmp_path, state="running", supervisor=rundir.identity() | directory.DEAD)
+    prepared = resumed(launch, again=True)
+    directory.change(launch / rundir.PLAN_STATE, supervisor=rundir.identity())
+    with pytest.raises(RefusedError, match=r"has not ended \(it is running\); halt it first$"):
+        actions.begin(prepared, "tester")
+    assert not prepared.directory.exists()
+
+
 def test_a_launch_without_a_supervisor_is_not_resumed_while_a_rank_is_alive(tmp_path):
     dead = rundir.identity() | directory.DEAD
     launch = ended(tmp_path, state="running", supervisor=dead)

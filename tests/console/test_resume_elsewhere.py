@@ -87,7 +87,7 @@ def test_a_launch_that_was_resumed_is_not_resumed_again_from_another_directory(
     cli.main(["status", str(old)])
     assert "to resume, run" not in capsys.readouterr().out
     with pytest.raises(RefusedError, match="is already continued by one, which"):
-        rest_of_launch.check_not_continued(LaunchOptions(resume=old))
+        rest_of_launch.check_still_ended(LaunchOptions(resume=old))
 
 
 @pytest.mark.parametrize(("root", "folder"), [([], "a/artifacts"), (["--root", "own"], "b/own")])
