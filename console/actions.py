@@ -196,7 +196,7 @@ def _plan(
             phase,
             nproc=options.nproc or phase.nproc,
             script=_script(phase, folder),
-            config=str(catalog.project_file(phase.config)) if phase.config else "",
+            config=str(catalog.project_file(phase.config).absolute()) if phase.config else "",
             set={**phase.set, **options.sets},
             flags={**phase.flags, **given},
         )

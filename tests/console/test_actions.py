@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import multiprocessing
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,6 +65,16 @@ def test_a_config_of_the_project_stays_the_same_file(tmp_path, monkeypatch):
         own.parent.mkdir(exist_ok=True)
         own.touch()
     assert [launch_spec.argv(each, 1.0, tmp_path) for each in found.spec.plan.phases] == before
+
+
+def test_a_config_of_the_working_directory_stays_the_same_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = tmp_path / "configs" / "tiny_cpu.yaml"
+    shutil.copytree(ROOT / "configs", own.parent)
+    chosen = LaunchOptions(config=Path("configs/tiny_cpu.yaml"), root=tmp_path / "artifacts")
+    (phase,) = actions.prepare(chosen).spec.plan.phases
+    own.unlink()
+    assert str(own) in launch_spec.argv(phase, 1.0, tmp_path)
 
 
 def test_preparing_writes_nothing_and_shows_command_and_environment(tmp_path, monkeypatch):
