@@ -187,7 +187,8 @@ TABLE: tuple[Action, ...] = (
          Argument("value", "VALUE", _flag_value, "new value; without it, the value of the plan",
                   required=False),
          Argument("phases", "PHASES", _phases, "next (default), or all: the next and all later "
-                  "phases", required=False)),
+                  "phases", required=False),
+         Argument("phase", "PHASE", _text(80), "only if this phase is next", required=False)),
         examples=("do latest set-flag name=NSA_LR value=0.0005",
                   "do latest set-flag name=NSA_LR value=0.0005 phases=all"),
     ),

@@ -342,12 +342,7 @@ class Launch:
         return True, "noted", []
 
     def _do_set_flag(self, request: Request) -> Outcome:
-        name, value = request.args["name"], request.args.get("value")
-        phases = request.args.get("phases", "next")
-        index = self._index + 1
-        if index >= len(self._phases):
-            return False, "there is no next phase: the flag would have no effect", []
-        done, text = self._next_flags.set(index, name, value, request.by, phases)
+        done, text = self._next_flags.set(self._index + 1, request.args, request.by)
         self._publish()
         return done, text, []
 

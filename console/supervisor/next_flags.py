@@ -41,17 +41,20 @@ class NextFlags:
             name: flag for name, flag in self.pending.items() if flag.get("phases") == "all"
         }
 
-    def set(
-        self, index: int, name: str, value: str | None, by: str, phases: Phases = "next"
-    ) -> tuple[bool, str]:
-        """Sets a flag for the phase `index`, or also for all later phases; None resets the flag.
+    def set(self, index: int, args: Mapping[str, Any], by: str) -> tuple[bool, str]:
+        """Sets or resets a flag for the phase `index`, or also for all later phases.
 
-        Returns two values: success, and a sentence. A flag that is not valid with the settings of a
-        phase is rejected. If a flag is set for all later phases, a change for only the next phase
-        is rejected.
+        `args` has the arguments of the request. Returns two values: success, and a sentence. A
+        request for another phase is rejected, and a flag that is not valid with the settings of a
+        phase. If a flag is set for all later phases, a change for only the next phase is rejected.
         """
-        planned = self._spec.plan.phases
+        name, value, planned = args["name"], args.get("value"), self._spec.plan.phases
+        phases: Phases = args.get("phases", "next")
+        if index >= len(planned):
+            return False, "there is no next phase: the flag would have no effect"
         phase, last = planned[index].name, len(planned) if phases == "all" else index + 1
+        if (wanted := args.get("phase", phase)) != phase:
+            return False, f"the next phase is {phase!r}, not {wanted!r}; nothing was changed"
         changed = {key: flag for key, flag in self.pending.items() if key != name}
         if phases == "next" and self.pending.get(name, {}).get("phases") == "all":
             return False, f"{name} is set for all later phases; pass phases=all to change it"

@@ -322,6 +322,7 @@ class Launch(Scrolls, View):
             value = None
         if live is not None:
             args = {"name": name, "value": value, "phases": self._later}
+            args["phase"] = live[1].rest[0].name  # another phase may be next now
             self.console.operator.send(Path(live[1].path), "set-flag", args)
             return
         if value is None:

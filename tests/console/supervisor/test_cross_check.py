@@ -153,8 +153,9 @@ def test_a_flag_for_the_next_phase_needs_the_answer_to_its_request(
 
 def test_a_flag_of_all_later_phases_stays_until_it_is_undone_and_is_confirmed_for_each(launch):
     flags = NextFlags(launch_spec.load(launch))
-    assert flags.set(0, "OMP_NUM_THREADS", "2", "x")[0]
-    done, answer = flags.set(0, "NCCL_DEBUG", "warn", "x", "all")
+    assert flags.set(0, {"name": "OMP_NUM_THREADS", "value": "2"}, "x")[0]
+    every = {"name": "NCCL_DEBUG", "phases": "all"}
+    done, answer = flags.set(0, every | {"value": "warn"}, "x")
     tell(launch, DONE | {"text": answer, "ok": False})
     assert not cross_check.Evidence(launch, []).confirms_flag("NCCL_DEBUG", "WARN", ["one"])
     assert (done, answer) == (True, "NCCL_DEBUG=WARN for one and all later phases")
@@ -167,9 +168,9 @@ def test_a_flag_of_all_later_phases_stays_until_it_is_undone_and_is_confirmed_fo
     assert evidence.confirms_flag("NCCL_DEBUG", "WARN", ["one"])
     assert not evidence.confirms_flag("NCCL_DEBUG", "WARN", ["two"])
     for value in ("INFO", None):
-        done, text = flags.set(1, "NCCL_DEBUG", value, "x")
+        done, text = flags.set(1, {"name": "NCCL_DEBUG", "value": value}, "x")
         assert (done, "pass phases=all to change it" in text) == (False, True)
-    done, text = flags.set(1, "NCCL_DEBUG", None, "x", "all")
+    done, text = flags.set(1, every, "x")
     assert (done, text.endswith(" for two and all later phases")) == (True, True)
     assert not flags.pending
 

@@ -100,6 +100,9 @@ def check_that_the_next_phase_gets_the_flag(started, go):
     assert (ours["ok"], ours["text"]) == (True, f"NSA_DDP_BUCKET_MB=4 for two only{ignored}")
     assert started.ask("set-flag", name="NSA_DDP_BUCKET_MB")["ok"]
     assert not started.ask("set-flag", name="NCCL_DEBUG", value="shout")["ok"]
+    late = started.ask("set-flag", name="NCCL_DEBUG", value="info", phase="one")
+    text = "the next phase is 'two', not 'one'; nothing was changed"
+    assert (late["ok"], late["text"]) == (False, text)
     started.wait(lambda: list(started.plan_state["next_flags"]) == ["NCCL_DEBUG"])
     every = started.ask("set-flag", name="NSA_TB_DISABLE", value=1, phases="all")
     text = f"NSA_TB_DISABLE=1 for two and all later phases{ignored}"

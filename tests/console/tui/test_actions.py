@@ -127,7 +127,7 @@ async def test_the_alert_that_is_shown_is_acknowledged():
 
 async def test_a_flag_is_changed_while_a_launch_waits():
     sent = await played(recorded.waiting(), "2", "…NSA_OPT_FUSED", "j", "j", "space")
-    change = {"name": "NSA_OPT_FUSED", "value": "1", "phases": "next"}
+    change = {"name": "NSA_OPT_FUSED", "value": "1", "phases": "next", "phase": "recall"}
     assert sent == [(LAUNCH, "set-flag", change)]
     sent = await played(
         recorded.waiting(), "2", "…NSA_OPT_FUSED", "v", "…and later", "j", "j", "space"
@@ -139,7 +139,9 @@ async def test_a_value_is_typed_and_a_wrong_one_is_said_before_it_is_sent():
     field, wrong = "…a number from 0 to 1000", "…cannot be 'fast'"
     keys = ("2", "…NSA_LR", "enter", field, "ctrl+a", "ctrl+k", *"fast", wrong, "enter")
     sent = await played(recorded.waiting(), *keys, *["backspace"] * 4, *"0.01", "enter")
-    assert [args for _, _, args in sent] == [{"name": "NSA_LR", "value": "0.01", "phases": "next"}]
+    assert [args for _, _, args in sent] == [
+        {"name": "NSA_LR", "value": "0.01", "phases": "next", "phase": "recall"}
+    ]
 
 
 async def test_proceed_names_the_phase_and_shows_the_phase_that_starts():

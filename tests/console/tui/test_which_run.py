@@ -56,6 +56,7 @@ async def test_a_typed_flag_reaches_the_launch_for_which_its_field_was_opened():
         await pilot.press(*["backspace"] * 10, *"0.5", "enter")
         await until(pilot, lambda: bool(asked.sent))
         assert asked.sent[0][:2] == (LAUNCH, "set-flag")
+        assert asked.sent[0][2]["phase"] == "recall", "the phase that was next for the typist"
 
 
 async def test_a_key_that_is_pressed_twice_at_once_sends_one_request():
