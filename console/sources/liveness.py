@@ -339,10 +339,17 @@ def supervisor_alerts(supervisor: Record, status: Record) -> list[Alert]:
     ages = age(jsonl.number(supervisor, "updated_ts")), mono and max(0.0, time.monotonic() - mono)
     silent_s = min((each for each in ages if each is not None), default=0.0)
     if not texts and silent_s > SUPERVISOR_SILENT_S and rundir.is_alive(supervisor):
+        pid, child = jsonl.integer(supervisor, "pid"), jsonl.mapping(supervisor, "child")
+        why = "its run directory does not accept writes (check df and dmesg)"
+        if child and not rundir.is_alive(process.identity_in(supervisor, child)):
+            why = (
+                f"its working process (pid {jsonl.integer(child, 'pid')}) has ended, see "
+                f"{rundir.SUPERVISOR_LOG}; a file {rundir.HALT} in the run directory halts the "
+                f"ranks, kill -TERM {pid} stops them"
+            )
         texts["supervisor-silent"] = (
-            f"the supervisor (pid {jsonl.integer(supervisor, 'pid')}) is alive but has written "
-            f"nothing for {silent_s:.0f} s, so this display may be old: its run directory does not "
-            "accept writes (check df and dmesg), or its working process is not running"
+            f"the supervisor (pid {pid}) is alive but has written nothing for {silent_s:.0f} s, so "
+            f"this display may be old: {why}"
         )
     return [Alert(name, time.time(), "crit", text, observed=True) for name, text in texts.items()]
 

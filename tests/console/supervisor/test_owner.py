@@ -306,10 +306,12 @@ def test_a_reader_says_that_a_supervisor_without_a_working_process_is_silent(
         return [alert.text for alert in source.poll().alerts if alert.id == "supervisor-silent"]
 
     started.wait(lambda: not silent())
-    os.kill(started.child(), signal.SIGKILL)
+    child, owner = started.child(), started.owner["pid"]
+    os.kill(child, signal.SIGKILL)
     (text,) = started.wait(silent)
-    owner = started.owner["pid"]
     assert f"the supervisor (pid {owner})" in text
+    assert f"its working process (pid {child}) has ended, see supervisor.log" in text
+    assert text.endswith(f"kill -TERM {owner} stops them")
     os.kill(owner, signal.SIGTERM)
     assert started.wait_end()["phases"][0]["state"] == "stopped"
     started.wait(lambda: not silent())
