@@ -31,6 +31,7 @@ from trainers.contract.errors import UsageError
 FILES = {"checkpoint": rundir.CHECKPOINT_NOW, "profile": rundir.PROFILE_NOW}
 """The file in the run directory by which the ranks get each of these actions."""
 DONE = "all phases are done"
+UPDATED = "; if the code was updated since the launch, resume uses the new code"
 
 
 class Launch:
@@ -152,8 +153,9 @@ class Launch:
         try:
             self.run = Run(self._services, self._spec, index, self._path / entry["dir"], flags)
         except UsageError as error:
-            entry |= {"state": "failed", "why": str(error), "result": "fail"}
-            return self._end(f"{entry['name']} cannot start: {error}")
+            why = f"{error}{UPDATED * (index > 0 and self._spec.plan.phases[index].is_ours)}"
+            entry |= {"state": "failed", "why": why, "result": "fail"}
+            return self._end(f"{entry['name']} cannot start: {why}")
         self._next_flags.started()
         if index + 1 < len(self._phases):
             self._phases[index + 1]["state"] = "next"

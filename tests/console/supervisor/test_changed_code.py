@@ -108,3 +108,15 @@ def test_a_phase_that_starts_with_other_code_than_the_launch_says_so(tree):
     report = (started.path / "report.md").read_text()
     for commit, name in ((first, "0-one"), (second, "1-two")):
         assert re.search(rf"^\| git \| sha {commit}, dirty False[^|]*\| {name} \|$", report, re.M)
+
+
+def test_a_phase_whose_config_needs_newer_code_says_that_resume_uses_it(tree):
+    started = tree.launch(ours("one"), ours("two"), between="ask")
+    tree.go.touch()
+    started.wait(lambda: started.plan_state.get("state") == "waiting")
+    config = tree.path / "configs" / "tiny_cpu.yaml"
+    config.write_text(config.read_text().replace("train:\n", "train:\n  newkey: 1\n"))
+    answer = started.ask("proceed")
+    assert (answer["ok"], "there is no setting 'train.newkey'" in answer["text"]) == (False, True)
+    update = "; if the code was updated since the launch, resume uses the new code"
+    assert started.wait_over()["why"].endswith(update)
