@@ -6,6 +6,7 @@ phases is ignored, with a warning, if no event confirms it.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -153,6 +154,11 @@ def check_run(
         again = "" if asked == "halt" else " and is not continued: request it again"
         warnings.append(
             f"{asked} was requested from the former supervisor{again}; no further attempt starts"
+        )
+    if program(words := record.get("argv") or []) and words[0] != sys.executable:
+        warnings.append(
+            f"later attempts and phases start with {sys.executable}, not with {words[0]!s:.400} as "
+            "this run did"
         )
     last, live = evidence.last_state(run), liveness.live_directory(document)
     status = rundir.read_json(live / rundir.LIVE_STATUS) if live else None

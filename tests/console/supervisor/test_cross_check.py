@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import sys
 import time
 
 import pytest
@@ -149,6 +150,15 @@ def test_a_flag_for_the_next_phase_needs_the_answer_to_its_request(
         [("NSA_LR", phases)] if is_confirmed else []
     )
     assert ("NSA_LR=0.5" in "".join(warnings)) is not is_confirmed
+
+
+def test_an_adoption_with_another_interpreter_than_that_of_the_run_says_so(launch):
+    argv = (rundir.read_json(launch / "0-one" / rundir.RUN) or {})["argv"]
+    change(launch / "0-one" / rundir.RUN, argv=["/other/bin/python", *argv[1:]])
+    assert read_run(launch)[2] == [
+        f"later attempts and phases start with {sys.executable}, not with /other/bin/python as "
+        "this run did"
+    ]
 
 
 def test_a_flag_of_all_later_phases_stays_until_it_is_undone_and_is_confirmed_for_each(launch):
