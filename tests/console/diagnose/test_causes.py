@@ -14,6 +14,7 @@ from console.sources.descriptors import BlockedOn, Connection
 from console.sources.kernel_evidence import ChildEvidence, ThreadEvidence
 from console.sources.stacks import Frame, Stack, Thread
 from tests.console.diagnose.stalled_ranks import (
+    ASLEEP,
     FOUR,
     GATHER,
     GET,

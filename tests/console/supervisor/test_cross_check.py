@@ -19,7 +19,6 @@ from console.run_state import Facts, decide
 from console.sources import process
 from console.supervisor import cross_check, launch_spec
 from console.supervisor.ends import end_of, take_log
-from console.supervisor.live_directory import LastPulses, Live
 from console.supervisor.next_flags import MAY_IGNORE, NextFlags
 from console.supervisor.process_tree import Tree, Worker
 from console.supervisor.restart import AttemptEnd, next_attempt
@@ -30,7 +29,6 @@ from tests.console.test_go import BOUNDS, completed
 from tests.launches import HANG_GUARD_S, STUB, phase, write_plan
 from trainers.contract import environ, jsonl, rundir
 from trainers.contract.errors import RefusedError
-from trainers.contract.pulse import PulseWriter
 
 TOKEN = "0123456789abcdef"
 DONE = {"kind": "answer", "action": "set-flag", "request": "s1", "ok": True}
@@ -277,19 +275,6 @@ def test_an_exit_record_without_a_code_shows_neither_success_nor_failure(ended, 
         told.take({"rank": 0, "step": 9, "msg": msg, "ts": 1.0, "exit_code": None})
     end = end_of(ended, told.heads[0], step=9)
     assert decide(Facts(spawned=True, over=True, ends=[end], world=1))[0] == state
-
-
-def test_the_last_pulse_of_a_rank_shows_the_phase_in_which_it_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(rundir, "SHARED_MEMORY", tmp_path)
-    live = Live("0123456789abcdef", 3, 1, tmp_path)
-    pulses = LastPulses(live, lambda rank, pulse: None)
-    for rank, phase_ in enumerate(("backward", "step", "exit")):
-        PulseWriter(rundir.pulse(live.path, rank), rank).set(6, phase_)
-        assert pulses.step(rank, os.getpid()) == 6
-    assert [pulses.phase(rank, 6) for rank in range(3)] == ["backward", "", ""]
-    assert pulses.phase(0, 7) == ""  # the records of the rank are of a later step
-    assert LastPulses(live, lambda rank, pulse: None).phase(0, 6) == ""
-    live.remove()
 
 
 def test_torchruns_log_names_no_rank_that_the_run_does_not_have():

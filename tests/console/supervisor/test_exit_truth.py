@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from console.sources import liveness, process, procfs
+from console.supervisor.live_directory import LastPulses, Live
 from tests import broken
 from tests.launches import PROGRAMS, STUB, phase
 from trainers.contract import rundir
+from trainers.contract.pulse import PulseWriter
 
 GRACE_S = 5.0
 
@@ -166,3 +168,16 @@ def test_torchrun_before_torch_2_12_gets_no_shutdown_timeout(tmp_path):
             cwd=PROGRAMS.parents[1], env=os.environ | {"PYTHONPATH": str(folder.parent)},
         )  # fmt: skip
         assert ("--shutdown-timeout" in done.stdout) is expected, version
+
+
+def test_the_last_pulse_of_a_rank_shows_the_phase_in_which_it_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(rundir, "SHARED_MEMORY", tmp_path)
+    live = Live("0123456789abcdef", 3, 1, tmp_path)
+    pulses = LastPulses(live, lambda rank, pulse: None)
+    for rank, phase_ in enumerate(("backward", "step", "exit")):
+        PulseWriter(rundir.pulse(live.path, rank), rank).set(6, phase_)
+        assert pulses.step(rank, os.getpid()) == 6
+    assert [pulses.phase(rank, 6) for rank in range(3)] == ["backward", "", ""]
+    assert pulses.phase(0, 7) == ""  # the records of the rank are of a later step
+    assert LastPulses(live, lambda rank, pulse: None).phase(0, 6) == ""
+    live.remove()
