@@ -126,22 +126,29 @@ class _Newest:
     """The points of one quantity in the newest records of its file."""
 
     def __init__(self) -> None:
-        self._records = 0
-        """The number of records of the file when the points were taken."""
-        self._points: deque[tuple[int, Point]] = deque()
-        """The points with the numbers of their records."""
+        self._records = self._rows = 0
+        """The number of records of the file, and of stored rows, when the points were taken."""
+        self._points: deque[Point] = deque()
 
     def points(self, name: str, rows: Collection[Values], records: int) -> list[Point]:
-        """Returns the points in `rows`, the newest of `records` records, in their order."""
+        """Returns the points in `rows`, the newest of `records` records, in their order.
+
+        Only new rows are read, unless the quantity is absent from some rows.
+        """
         added = min(len(rows), records - self._records)
-        newest = islice(rows, len(rows) - added, None)
-        for number, (at, values) in enumerate(newest, records - added):
-            if name in values:
-                self._points.append((number, (at, values[name])))
-        while self._points and self._points[0][0] < records - len(rows):
-            self._points.popleft()
-        self._records = records
-        return [point for _, point in self._points]
+        new = _points_in(islice(rows, len(rows) - added, None), name)
+        if len(self._points) == self._rows and len(new) == added:
+            self._points += new
+            for _ in range(len(self._points) - len(rows)):
+                self._points.popleft()
+        else:
+            self._points = deque(_points_in(rows, name))
+        self._records, self._rows = records, len(rows)
+        return list(self._points)
+
+
+def _points_in(rows: Iterable[Values], name: str) -> list[Point]:
+    return [(at, values[name]) for at, values in rows if name in values]
 
 
 class Series:
