@@ -97,10 +97,9 @@ def _has_only_ranks(run: Path) -> bool:
 def _is_alive(owner: Mapping[str, Any], launch: Path | None) -> bool:
     """Returns whether a supervisor is alive on this host.
 
-    In another PID namespace, or on another host of this name, a supervisor is alive if the lock of
-    its launch is held.
+    In another PID namespace, a supervisor is alive if the lock of its launch is held.
     """
-    is_held = launch is not None and not rundir.is_here(owner) and liveness.is_locked(launch)
+    is_held = launch is not None and rundir.is_hidden(owner) and liveness.is_locked(launch)
     return is_held or rundir.is_alive(owner)
 
 

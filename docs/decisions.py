@@ -183,8 +183,7 @@ TABLE: tuple[Decision, ...] = (
              "The action is rejected, and the message names both launches."),
     Decision("target-supervisor", "target", "find the supervisor that accepts a request",
              ("On this host, the process with the recorded pid, start time and boot is alive. "
-              "If it is in another PID namespace, or of another boot (perhaps of another host with "
-              "this name), only the lock is checked.",
+              "If it is in another PID namespace, only the lock is checked.",
               ("The lock belongs to this supervisor:",
                "on this host: the lock is held and contains the recorded token;",
                "on another host: the lock contains the recorded token, and an answer comes.")),

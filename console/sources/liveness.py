@@ -105,9 +105,8 @@ def is_supervised(supervisor: Record) -> bool:
     """Returns whether the supervisor named in a document is alive.
 
     A supervisor that this reader cannot see is treated as alive if it wrote the document recently.
-    After another boot, it may be on another host of the same name.
     """
-    if rundir.is_here(supervisor):
+    if is_here(supervisor):
         return rundir.is_alive(supervisor)
     silent_s = age(jsonl.number(supervisor, "updated_ts"))
     return silent_s is not None and silent_s < ELSEWHERE_SILENT_S

@@ -12,9 +12,6 @@ from functools import partial
 
 import pytest
 
-from console import cli
-from console.sources.run import RunSource
-from console.supervisor import lock
 from tests.console.sources import directory
 from tests.console.test_targets import DEAD, ROOT, made, said
 from tests.launches import STUB, phase
@@ -54,9 +51,7 @@ def elsewhere(tmp_path):
 
 
 @pytest.mark.decision("target-supervisor", "absent")
-def test_a_rank_of_a_dead_supervisor_is_halted_and_adopted_after_the_host_was_renamed(
-    tmp_path,
-):
+def test_after_the_host_was_renamed_its_rank_is_halted_and_is_not_that_of_another_host(tmp_path):
     path, gone = made(tmp_path / "r1"), rundir.identity() | DEAD
     mine = rundir.identity()
     run, written_ts = path / "0-first", time.time() - 3600
@@ -67,6 +62,8 @@ def test_a_rank_of_a_dead_supervisor_is_halted_and_adopted_after_the_host_was_re
     assert ("UNSUPERVISED" in text, "may have ended" in text) == (True, False), text
     code, text = renamed("adopt", path)
     assert (code, "ran on" in text) == (4, False), text
+    code, text = renamed("diagnose", path)
+    assert "the ranks run" not in text, text
     code, text = renamed("halt", path)
     assert (code, (run / rundir.HALT).exists()) == (0, True), text
 
@@ -96,24 +93,6 @@ def test_in_another_pid_namespace_a_launch_with_a_free_lock_has_no_supervisor(tm
         directory.told(path, "", pid_ns=1)
     code, err = said(capsys, "do", path, "note", "text=x")
     assert (code, "is not running" in err) == (4, True), err
-
-
-@pytest.mark.decision("target-supervisor", "true")
-def test_from_another_host_of_the_same_name_the_run_is_running_and_gets_requests(tmp_path):
-    path, written_ts = made(tmp_path / "r1"), time.time()
-    there = rundir.identity() | DEAD | {"boot_id": "another"}
-    directory.run(path / "0-first", 1, workers=[{"rank": 0, "exit": None, **there}],
-                  updated_ts=written_ts, **there)  # fmt: skip
-    directory.change(path / rundir.PLAN_STATE, updated_ts=written_ts)
-    with directory.owned(path):
-        directory.told(path, lock.token_of(path), **there)
-        state = RunSource(path).poll()
-        assert (state.state, state.launch.state) == ("running", "running")
-        assert cli.main(["halt", str(path), "--timeout", "0.1"]) == 5
-        assert list((path / rundir.REQUESTS).iterdir())
-    for document in (path / rundir.PLAN_STATE, path / "0-first" / rundir.SUPERVISOR):
-        directory.change(document, updated_ts=written_ts - 90)
-    assert RunSource(path).poll().state == "lost"
 
 
 @pytest.mark.decision("target-supervisor", "absent")
