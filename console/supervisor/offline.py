@@ -149,7 +149,7 @@ class OfflineRun:
                 if rank.rank not in known and not rank.exit
             )  # fmt: skip
         idle = state.state in ENDING | liveness.ENDED or self.over
-        here = not self._old and state.host in ("", rundir.host_name())
+        here = not (self._old or _elsewhere(run))
         rss_mib = {r.rank: r.rss_mib for r in state.ranks if r.rss_mib is not None}
         if not (self._settled or state.behind_bytes):
             self._settled = True
@@ -173,8 +173,7 @@ def _pulsed(rank: Rank, head: LatestRecords, is_foreign: bool) -> RankEvidence |
         return None
     if not (last.live or last.age_s < liveness.SILENT_S):
         return None
-    here = last.live and rank.host in ("", rundir.host_name())
-    letter = process.state(rank.pid) if here else rank.state or "?"
+    letter = process.state(rank.pid) if last.live else rank.state or "?"
     collectives = last.collectives or 0
     seen = RankEvidence(
         rank.rank, rank.pid, letter, last.step, last.phase, last.since_s, collectives,
@@ -257,7 +256,7 @@ def diagnosis(path: Path) -> Diagnosis:
         found = replace(found, sure="medium" if found.sure == "high" else found.sure)
     if not (evidence.after or evidence.stacks or evidence.flights):
         found = replace(found, sure="low")  # the only source is pulses or records
-    missing = (*filter(None, (after.stall_doubt,)), *_elsewhere(state))
+    missing = (*filter(None, (after.stall_doubt,)), *_without_processes(Path(state.path)))
     return Diagnosis(
         "slow" if why else "stalled", state, why, found, "evidence collected now",
         ranks, missing, int(not why), source.run, watch,
@@ -298,7 +297,7 @@ def _without_verdict(source: OfflineRun, ranks: tuple[RankEvidence, ...]) -> Dia
     state, run, watch = source.state, source.run, source.watch
     silent = [each for each in ranks if not each.phase]
     gone = [each for each in ranks if each.state in ENDED_STATES and each.phase != "exit"]
-    why, missing = "", _elsewhere(state)
+    why, missing = "", _without_processes(Path(state.path))
     if not ranks:
         why = "no rank has a pulse or a record yet"
     elif doubtful := unusable_pulses([each for each in ranks if each.doubt]):
@@ -345,10 +344,19 @@ def _with_process(rank: RankEvidence, worker: Mapping[str, Any]) -> RankEvidence
     return replace(rank, pid=0)
 
 
-def _elsewhere(state: RunState) -> tuple[str, ...]:
-    if state.host in ("", rundir.host_name()):
-        return ()
-    return (f"no process evidence, because the ranks run on {state.host}; run diagnose there",)
+def _elsewhere(run: Path) -> str:
+    """Returns where the ranks of a run are, if this reader cannot see them, or ""."""
+    documents = (
+        rundir.read_json(run / name, below=run) for name in (rundir.SUPERVISOR, rundir.RUN)
+    )
+    return liveness.elsewhere(next(filter(None, documents), {}))
+
+
+def _without_processes(run: Path) -> tuple[str, ...]:
+    where = _elsewhere(run)
+    return (f"no process evidence, because the ranks run {where}; run diagnose there",) * bool(
+        where
+    )
 
 
 def collect(run: Path, ranks: Sequence[RankEvidence]) -> Evidence:
