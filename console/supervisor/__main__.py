@@ -1,6 +1,6 @@
 """`python -m console.supervisor LAUNCH --lock-fd N [--adopt]`: supervises a launch.
 
-The owner loads the modules of its children before the first fork. So each child runs the code of
+The owner loads the modules of this project before the first fork. So each child runs the code of
 the owner, even if the files were replaced by other versions since then.
 """
 

@@ -21,6 +21,7 @@ from trainers.contract import jsonl, pulse, rundir
 from trainers.contract.errors import RefusedError
 
 SWEPT_AFTER_S, NO_MEMORY = 86_400.0, "live-directory"
+NO_ACTION = "no watch rule halts, stops or restarts the run on a stall"
 
 
 def _prefix() -> str:
@@ -52,9 +53,8 @@ class Live:
     def missing_words(self) -> str:
         """Returns why there is no shared memory, and what follows from it."""
         return (f"cannot write to {rundir.SHARED_MEMORY} ({self.why}): the ranks write their "
-                "pulses to the run directory, four times a second, and no watch rule halts, stops "
-                "or restarts the run on a stall; free shared memory (in a container: larger "
-                "--shm-size)")  # fmt: skip
+                f"pulses to the run directory, four times a second, and {NO_ACTION}; free shared "
+                "memory (in a container: larger --shm-size)")  # fmt: skip
 
     def _open(self, attempt: int, adopt: bool) -> None:
         self.why, path = "", rundir.SHARED_MEMORY / self._name
@@ -122,10 +122,11 @@ class Live:
     def watch(self, alerts: Alerts) -> None:
         """Raises an alert if the directory was removed; otherwise clears the alert."""
         if self.is_removed():
+            then = f", and {NO_ACTION}" if any(map(self.is_copy, self._pulses)) else ""
             alerts.raise_(
                 NO_MEMORY, f"shared memory {self.path} was removed during the run "
                 "(RemoveIPC=yes at a logout?): stack dumps are not available until the next "
-                "attempt; run loginctl enable-linger", "warn",
+                f"attempt{then}; run loginctl enable-linger", "warn",
             )  # fmt: skip
         else:
             alerts.clear(NO_MEMORY, "the run has shared memory again")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -171,6 +172,19 @@ def test_a_copy_of_a_pulse_does_not_show_that_a_killed_rank_has_no_later_record(
     assert (live.pulse(0).step, live.is_blank(0), live.is_copy(0)) == (3, False, True)
     found = gates_of(run, live, steps_done=3, no_stall=True, loss_finite=True)
     assert set(found.values()) == {"unknown"}
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_the_alert_on_removed_memory_says_when_no_rule_acts(tmp_path, monkeypatch, is_late):
+    """A rank that opened its file before goes on to use it, so the rules still see a stall."""
+    monkeypatch.setattr(rundir, "SHARED_MEMORY", tmp_path)
+    live, said = Live("0123456789abcdef", 1, 1, tmp_path), []
+    if not is_late:
+        pulse.PulseWriter(rundir.pulse(live.path, 0), 0).set(1, "step")
+    shutil.rmtree(live.path)
+    live.watch(SimpleNamespace(raise_=lambda _name, text, _level: said.append(text)))
+    assert ("no watch rule halts" in said[0]) is is_late
+    live.remove()
 
 
 @pytest.fixture
