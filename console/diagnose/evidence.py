@@ -264,7 +264,8 @@ def _of_stacks(stall: Stall) -> Sign:
 
     - ranks whose native code holds the GIL
     - ranks that do not wait for peers, to join, for a lock of another rank, or for a GPU that is
-      not known to compute
+      not known to compute; while a rank cannot run, no wait for a GPU counts, because the other
+      ranks may still have work before they wait for this rank
     - ranks that may wait for their GPU, but no kernel is known to run on it
     - ranks that wait to join; only if every rank has a stack
     - ranks that could not write a stack; only if all ranks with a stack wait for their peers
@@ -272,8 +273,11 @@ def _of_stacks(stall: Stall) -> Sign:
     places = stall.places()
     native = [rank for rank, place in places.items() if place.kind == "native"]
     joining = [rank for rank, place in places.items() if place.kind == "store"]
-    own = [each.number for each in stall.suspects if each.holder is None
-           and (each.gpu_computes or each.where.kind not in (*FOR_PEERS, "store"))]  # fmt: skip
+    can_run = not any(each.cannot_run for each in stall.suspects)
+    own = [
+        each.number for each in stall.suspects if each.holder is None
+        and ((each.gpu_computes and can_run) or each.where.kind not in (*FOR_PEERS, "store"))
+    ]  # fmt: skip
     own = own or [  # a rank that may wait for its GPU; the GPU is not known to run a kernel
         each.number for each in stall.suspects
         if each.where.kind == "device" and not gpu_signs.is_running(each.gpu)

@@ -126,6 +126,7 @@ def runs(*given, **more):
 LOADER = Frame(f"{TORCH}/utils/data/dataloader.py", 1131, "_try_get_data")
 FILE_LOCK = Frame("/venv/lib/python3.11/site-packages/filelock/_api.py", 330, "acquire"), OWN
 DOWNLOADS = Frame("/usr/lib/python3.11/ssl.py", 1103, "read"), OWN
+SYNCHRONIZE = Frame(f"{TORCH}/cuda/__init__.py", 900, "synchronize"), OWN
 GET = (Frame("/usr/lib/python3.11/queue.py", 171, "get"), OWN)
 ASLEEP = replace(IDLE, main=BlockedOn("timer", "a timer"))
 RUNS = replace(IDLE, state="R", wchan="", main=BlockedOn("none", ""))

@@ -11,7 +11,6 @@ from console.diagnose.gpu_signs import own_gpus
 from console.diagnose.verdict import diagnose
 from console.model import Gpu
 from console.sources.descriptors import BlockedOn
-from console.sources.stacks import Frame
 from tests.console.diagnose.stalled_ranks import (
     ASLEEP,
     AT_REST,
@@ -24,8 +23,8 @@ from tests.console.diagnose.stalled_ranks import (
     PEERS,
     RUNS,
     SPINS,
+    SYNCHRONIZE,
     TCP,
-    TORCH,
     WAITING,
     WATCH,
     alike,
@@ -222,6 +221,20 @@ def test_no_rank_is_named_if_the_others_sleep_while_one_gpu_computes():
     expect(with_gpu_of_rank_3((OWN,), ASLEEP), FOUR, "all-ranks", None, "low")
 
 
+@pytest.mark.parametrize(("phase", "sure"), [("forward", "high"), ("optimizer", "medium")])
+def test_a_stopped_rank_is_named_while_the_gpus_of_the_others_compute(phase, sure):
+    """Rank 3 is behind the others, or ahead of them."""
+    stopped = replace(RUNS, state="T")
+    before = {**dict.fromkeys(range(3), RUNS), 3: stopped}
+    after = {n: replace(RUNS, cpu_ticks=300, mono=2.0) for n in range(3)}
+    found = Evidence(
+        before, {**after, 3: replace(stopped, mono=2.0)},
+        {n: stack(n, *SYNCHRONIZE) for n in range(3)},
+        gpus={n: replace(COMPUTES if n < 3 else AT_REST, index=n, minor=n) for n in range(4)},
+    )  # fmt: skip
+    expect(found, (*FOUR[:3], rank(3, phase, state="T")), "stopped", 3, sure)
+
+
 def test_a_gpu_without_figures_is_at_most_low_and_no_endless_loop():
     """The GPU of rank 1 has no utilisation, as with MIG, or is not known, as with WSL."""
     unknown = replace(SPINS, util_pct=None)
@@ -297,8 +310,7 @@ def test_python_code_is_no_wait_for_a_gpu_whose_file_is_only_open(waits, cause):
 
 
 def test_the_next_step_of_ranks_that_all_wait_for_their_gpus_names_a_process():
-    frame = Frame(f"{TORCH}/cuda/__init__.py", 900, "synchronize")
-    found = Evidence({}, {}, {n: stack(n, frame, OWN) for n in (0, 1)})
+    found = Evidence({}, {}, {n: stack(n, *SYNCHRONIZE) for n in (0, 1)})
     verdict = diagnose([rank(n, "forward") for n in (0, 1)], WATCH, NOW, found)
     assert (verdict.cause, verdict.rank) == ("device", None), verdict
     assert "py-spy dump --native --pid 1000" in verdict.action, verdict.action
