@@ -211,12 +211,10 @@ def _with_gpus(suspects: Sequence[Suspect]) -> list[Suspect]:
 def _with_holders(suspects: Sequence[Suspect]) -> list[Suspect]:
     """Returns the suspects; those that wait for a file lock of another rank have its number.
 
-    A library that asks for its lock at intervals shows no holder. The holder is then a rank that
-    has a lock by `flock`, because most libraries use it. A holder that waits for its peers does not
-    count: it waits for the ranks that wait for its lock.
+    A library that asks for its lock at intervals shows no holder; see `_possible_holder`. A holder
+    that waits for its peers does not count: it waits for the ranks that wait for its lock.
     """
     by_pid = {each.rank.pid: each for each in suspects if each.rank.pid}
-    having = [each for each in suspects if each.after and each.after.has_flock]
     found = list[Suspect]()
     for each in suspects:
         holder = by_pid.get(each.main.holder)
@@ -225,12 +223,32 @@ def _with_holders(suspects: Sequence[Suspect]) -> list[Suspect]:
             text = re.sub(rf"pid {holder.rank.pid} \([^)]*\)", name, each.main.text)
             each = replace(each, after=replace(each.after, main=replace(each.main, text=text)))
         elif each.where.kind == "file":
-            holder = next(iter(having), None)
+            holder = _possible_holder(each, suspects)
         if holder and holder.number != each.number and not each.cannot_run:
             waits = holder.where.kind in ("peers", "store")
             each = replace(each, holder=None if waits else holder.number)
         found.append(each)
     return found
+
+
+def _possible_holder(waiting: Suspect, suspects: Sequence[Suspect]) -> Suspect | None:
+    """Returns the first rank with a lock by `flock`, which most libraries use, and work of its own.
+
+    Its lock may be of another file. So the rank must compute, have a wait of its own or be unable
+    to run, unless all other ranks wait for their peers, for a GPU that is not known to compute, or
+    for a file lock.
+    """
+    free = [
+        each for each in suspects if each.number != waiting.number
+        and (each.gpu_computes or each.where.kind not in ("peers", "store", "device", "file"))
+    ]  # fmt: skip
+    for each in free:
+        works = each.cannot_run or each.runs or each.gpu_computes
+        waits = each.main.kind not in ("none", "futex") or each.where.kind not in (
+            "own", *FOR_PEERS)  # fmt: skip
+        if each.after and each.after.has_flock and (works or waits or len(free) == 1):
+            return each
+    return None
 
 
 def _signs(stall: Stall) -> tuple[Sign, ...]:

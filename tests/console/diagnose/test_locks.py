@@ -16,6 +16,8 @@ from tests.console.diagnose.stalled_ranks import (
     IDLE,
     OWN,
     PEERS,
+    RUNS,
+    SYNCHRONIZE,
     TCP,
     alike,
     expect,
@@ -79,3 +81,25 @@ def test_a_rank_that_waits_for_the_file_lock_of_another_program_is_named(has_flo
     expect(found, FOUR, "lock", 3, "high")
     words = "it has not joined the other ranks and waits for a file lock"
     assert words in explained(found, *starting(4)).sentence
+
+
+@pytest.mark.parametrize(
+    ("frames", "process", "sure"),
+    [((OWN,), IDLE, "medium"), (SYNCHRONIZE, RUNS, "high")],  # first, `work.wait()`
+)
+def test_a_rank_whose_peers_have_locks_of_other_files_is_named(frames, process, sure):
+    """Rank 3 waits for the lock of another program, and each rank has a lock of a file."""
+    processes = {**dict.fromkeys(range(3), process), 3: ASLEEP}
+    locks = {n: replace(each, pid=1000 + n, has_flock=True) for n, each in processes.items()}
+    found = four((), (frames,) * 3 + (FILE_LOCK,), locks, locks)
+    expect(found, FOUR, "lock", 3, sure)
+
+
+def test_the_rank_with_a_lock_is_the_holder_if_all_others_wait_for_a_file_lock():
+    """For example, rank 0 downloads in the threads of a library."""
+    found = locked(4, FILE_LOCK, ASLEEP.main, (OWN,))
+    found = replace(found, **{
+        name: {**getattr(found, name), 0: replace(getattr(found, name)[0], main=IDLE.main)}
+        for name in ("before", "after")
+    })  # fmt: skip
+    expect(found, FOUR, "lock", 0, "medium")
