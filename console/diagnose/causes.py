@@ -160,13 +160,16 @@ class Suspect:
 
     @property
     def stuck_thread(self) -> ThreadEvidence | None:
-        """Another thread in state D in both samples, if the main thread waits for a thread."""
+        """Another thread in state D that did not run between the samples.
+
+        None if the main thread does not wait for a thread.
+        """
         if self.where.kind not in ("thread", "queue", "lock"):
             return None
         if self.before is None or self.after is None or self.main.kind not in ("futex", "none"):
             return None
-        stuck = {each.tid for each in self.before.threads if each.state == "D"} - {self.after.pid}
-        return next((t for t in self.after.threads if t.state == "D" and t.tid in stuck), None)
+        same = (each for each in self.after.threads if each in self.before.threads)
+        return next((t for t in same if t.state == "D" and t.tid != self.after.pid), None)
 
     @property
     def uses_a_core(self) -> bool:

@@ -240,6 +240,17 @@ def test_a_rank_that_waits_for_a_thread_in_uninterruptible_sleep_waits_for_the_d
     assert (words in verdict.sentence) == (cause == "disk"), verdict.sentence
 
 
+@pytest.mark.parametrize("ran", [{"waits": 5009}, {"cpu_ticks": 105}])
+def test_a_thread_that_runs_between_its_waits_for_the_disk_is_not_stuck(ran):
+    """For example, it writes a file while the main thread waits for a queue."""
+    main, writer = (ThreadEvidence(1000 + n, "python", state, "folio_wait", 5, 9)
+                    for n, state in ((0, "S"), (100, "D")))  # fmt: skip
+    before = replace(IDLE, threads=(main, writer))
+    after = replace(IDLE, mono=2.0, threads=(main, replace(writer, **ran)))
+    found = Evidence({0: before}, {0: after}, {0: stack(0, *GET)})
+    expect(found, (replace(rank(0, "log"), unchanged_s=400.0),), "lock", 0, "high")
+
+
 @pytest.mark.decision("verdict-cause", "true")
 @pytest.mark.parametrize(
     "ill", [{"state": "T"}, {"state": "t"}, {"frozen": True}, {"state": "D"}, {"state": "Z"}]
