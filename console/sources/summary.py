@@ -33,15 +33,16 @@ class GpuTotals:
 
     The time between two samples counts if every rank of both samples was in a step. Time beyond
     `EVERY_S` is treated as idle, so that missing samples can only lower the use. The time from one
-    attempt to the next counts as idle, and so does the time in which a step begins after other
-    work, if a sample of this work is at most `NEAR_S` older.
+    attempt to the next counts as idle, and so does the time between a sample in a step and a sample
+    of other work, if it is at most `NEAR_S`. If it is longer, the step counts as not covered.
     """
 
     seconds: float = 0.0
     busy_s: dict[int, float] = field(default_factory=dict)
     seen_s: dict[int, float] = field(default_factory=dict)
     covered: dict[int, int] = field(default_factory=dict)
-    """The number of steps that began in the counted time of an attempt. The key is the attempt."""
+    """The number of steps that began in the counted time of an attempt, without those that may have
+    ended outside this time. The key is the attempt."""
     trouble: str = ""
     """Why the use of the GPUs is not known, or "" if it is known."""
     newest: tuple[int, float, int] | None = None
@@ -55,19 +56,27 @@ class GpuTotals:
         if mono is None or attempt is None or not self.mono < mono < math.inf:
             return
         before, self.mono = self.mono, mono
+        last, since_s = self.newest or (0, math.nan, 0), mono - before
+        was_stepping = last[1] == before
         pulses = [jsonl.mapping(each, "pulse") for each in jsonl.entries(sample, "ranks")]
         if not pulses or any(jsonl.text(each, "phase") not in STEPPING for each in pulses):
+            if was_stepping and since_s <= NEAR_S:
+                self.seconds += since_s
+            elif was_stepping:
+                self._cover(last[0], -1)
             return
         step = min(jsonl.integer(each, "step") or 0 for each in pulses)
-        last, self.newest = self.newest or (0, math.nan, 0), (attempt, mono, step)
-        was_stepping, since_s = last[1] == before, mono - before
+        self.newest = attempt, mono, step
         if not was_stepping and since_s > NEAR_S:
             return
         is_same = was_stepping and attempt == last[0]
         self._take(sample, since_s, is_same)
         begun = step - last[2] if is_same else int((attempt, step) > (last[0], last[2]))
+        self._cover(attempt, begun)
+
+    def _cover(self, attempt: int, steps: int) -> None:
         if len(self.covered) < MAX_ATTEMPTS:
-            self.covered[attempt] = self.covered.get(attempt, 0) + begun
+            self.covered[attempt] = self.covered.get(attempt, 0) + steps
 
     def _take(self, sample: Record, since_s: float, is_same: bool) -> None:
         counted_s = min(since_s, EVERY_S) if is_same else 0.0

@@ -134,10 +134,12 @@ def test_a_rank_that_died_before_it_joined_leaves_no_gap():
 
 
 @pytest.mark.parametrize(
-    ("lost", "without"), [(range(0), "0%"), (range(700, 800), "6%"), (range(1230, 1290), "25%")],
-    ids=["no sample is lost", "within a step", "at the begin of a step"],
+    ("lost", "without"),
+    [(range(0), "0%"), (range(700, 800), "6%"), (range(1230, 1290), "25%"),
+     (range(1150, 1210), "26%")],
+    ids=["no sample is lost", "within a step", "at the begin of a step", "at the end of a step"],
 )  # fmt: skip
-def test_a_step_is_without_a_sample_only_if_the_samples_of_its_begin_are_lost(lost, without):
+def test_a_step_is_without_a_sample_if_samples_between_it_and_other_work_are_lost(lost, without):
     """Three steps of 600 s with a sample each second; before the third, 60 s of evaluation."""
     gpus = [{"index": 0, "state": "ok", "util_pct": 96.0}]
     found = summed(attempt(1, range(1, 4), steps_dt_s=[600.0]))
