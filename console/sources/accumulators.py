@@ -42,41 +42,58 @@ class Live(NamedTuple):
     figures: tuple[float | None, ...]
 
 
+class Maxima(NamedTuple):
+    """Successive maxima that were merged: the first and the last, each with its step."""
+
+    step: int
+    least: float
+    last_step: float
+    """Infinite if `cut` may have dropped the step of the last maximum."""
+    most: float
+
+
 @dataclass(slots=True)
 class Peak:
     """The largest value (nan counts as inf). After `cut`, the value may be too large."""
 
-    found: list[tuple[int, float, float]] = field(default_factory=list)
-    """Successive maxima: the step, and the least and the largest value of the maxima that were
-    merged. If there are too many, the two neighbours with the most similar values are merged."""
+    found: list[Maxima] = field(default_factory=list)
+    """If there are too many, the two neighbours with the most similar values are merged."""
 
     @property
     def value(self) -> float | None:
-        return self.found[-1][2] if self.found else None
+        return self.found[-1].most if self.found else None
 
     def add(self, step: int, value: float) -> None:
         value = math.inf if math.isnan(value) else value
-        if not self.found or value > self.found[-1][2]:
-            self.found.append((step, value, value))
-        elif step < self.found[-1][0]:
-            self.found[-1] = (step, *self.found[-1][1:])
+        if not self.found or value > self.found[-1].most:
+            self.found.append(Maxima(step, value, step, value))
+        elif step < self.found[-1].step:
+            self.found[-1] = self.found[-1]._replace(step=step)
         if len(self.found) > KEPT_PEAKS:
-            spans = [most - least for (_, least, _), (_, _, most) in pairwise(self.found)]
+            spans = [second.most - first.least for first, second in pairwise(self.found)]
             at = spans.index(min(spans))
             first, second = self.found[at : at + 2]
-            self.found[at : at + 2] = [(*first[:2], second[2])]
+            last_step = max(first.last_step, second.last_step)
+            self.found[at : at + 2] = [Maxima(*first[:2], last_step, second.most)]
 
     def cut(self, step: int) -> None:
         """Drops the maxima whose stored step is `step` or a later step."""
-        self.found = [each for each in self.found if each[0] < step]
+        self.found = [
+            each if each.last_step < step else each._replace(last_step=math.inf)
+            for each in self.found if each.step < step
+        ]  # fmt: skip
 
     def growth(self, half: int) -> float | None:
         """Returns by how much the largest value grew after the step `half`, or slightly more.
 
-        The result is exact if there are few maxima. Returns None if no value up to `half` is known.
+        The result is exact unless maxima before and after `half` were merged, or maxima that `cut`
+        dropped. Returns None if no value up to `half` is known.
         """
-        early = [least for step, least, _ in self.found if step <= half]
-        return self.found[-1][2] - early[-1] if early else None
+        early = [each for each in self.found if each.step <= half]
+        if not early:
+            return None
+        newest = early[-1]
+        return self.found[-1].most - (newest.most if newest.last_step <= half else newest.least)
 
 
 @dataclass(slots=True)
