@@ -38,7 +38,7 @@ DOUBTS: Mapping[Doubt, str] = {
     "future": "recorded a time in the future", "unjoined": "did not call join",
 }  # fmt: skip
 OVERDUE = 2.0
-"""A record is overdue after this many times the longest recent gap between records."""
+"""A record is overdue after this many times the longest recent gap, both without the pauses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,8 @@ class RankEvidence:
 
     None for a rank without a pulse or without records.
     """
+    paused_s: float = 0.0
+    """Time of the pauses in `records_s`, 0 for a rank in a pause, because it may hang there."""
     records_gap_s: float = 0.0
     """Longest recent gap between records with a new step, without the pauses, 0 if not known."""
     doubt: Doubt = ""
@@ -128,6 +130,7 @@ def with_records(
         first_step=first_step if head.step else rank.step,
         code=head.code if rank.code is None else rank.code,
         records_s=None if head is NO_RECORDS else head.pace.without_step_s(now),
+        paused_s=0.0 if rank.phase in PAUSES else head.pace.paused_s,
         records_gap_s=head.pace.gap_s(), doubt="ahead" if ahead else "",
     )  # fmt: skip
 
@@ -293,7 +296,7 @@ def why_unconfirmed(ranks: Sequence[RankEvidence], watch: Watch) -> str:
             return f"{name} has no record that confirms the stall"
         if each.records_s < min(limit_s(each, watch), each.unchanged_s - RECORDS_LATE_S):
             return f"the records of {name} show a new step {each.records_s:.0f} s ago"
-        if each.records_s < OVERDUE * each.records_gap_s:
+        if each.records_s - each.paused_s < OVERDUE * each.records_gap_s:
             return (
                 f"{name} writes a record only every {each.records_gap_s:.0f} s, and the next "
                 "record is not overdue"

@@ -114,7 +114,7 @@ class Pace:
         """Steps and seconds from one record with a new step to the next."""
         self._trained_s: deque[float] = deque(maxlen=LAST_GAPS)
         """The times of the newest gaps, without the pauses."""
-        self._paused_s = 0.0
+        self.paused_s = 0.0
         """Time in pauses since the newest step was read."""
         self._paused_at: float | None = None
         """When the rank was last seen in a pause that has not ended (monotonic s)."""
@@ -174,17 +174,17 @@ class Pace:
         steps = step - self._step
         if self._step and (self.progress or self._step >= first_step):
             self._gaps.append((steps, took_s))
-            self._trained_s.append(max(0.0, took_s - self._paused_s))
+            self._trained_s.append(max(0.0, took_s - self.paused_s))
         else:
             self._first_s = max(self._first_s, took_s / max(1, steps))
-        self._paused_s = 0.0
+        self.paused_s = 0.0
         self._new_step_ts = written
         self._new_step_at = mono if self._live_since < math.inf else -math.inf
 
     def note_pause(self, mono: float, is_paused: bool) -> None:
-        """Notes whether the rank is now in a phase without training steps, for `gap_s`."""
+        """Notes whether the rank is now in a phase without training steps."""
         if self._paused_at is not None:
-            self._paused_s += mono - self._paused_at
+            self.paused_s += mono - self._paused_at
         self._paused_at = mono if is_paused else None
 
     def without_step_s(self, mono: float) -> float:

@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from console.diagnose.rank_evidence import SAFETY, RankEvidence, by_records, limit_s, with_records
+from console.diagnose.rank_evidence import (
+    SAFETY,
+    RankEvidence,
+    by_records,
+    limit_s,
+    why_unconfirmed,
+    with_records,
+)
 from console.plan import Watch
 from console.sources.pace import Pace
 from console.sources.reducer import LatestRecords
@@ -102,6 +109,18 @@ def test_a_save_does_not_count_for_the_usual_gap_between_records(saves):
         now += step_s
     assert step_s <= head.pace.gap_s() <= step_s + 1
     assert head.pace.usual_gap_s(LEAST_S) >= (save_s if len(saves) > 2 else step_s)
+
+
+@pytest.mark.parametrize(("phase", "is_confirmed"), [("forward", False), ("save", True)])
+def test_a_save_makes_the_next_record_overdue_only_while_it_lasts(phase, is_confirmed):
+    head, now = LatestRecords(pace=Pace(0.0)), time.monotonic()
+    for step in range(1, 4):
+        at = now - 570 - 200 * (3 - step)
+        take(head, step, at, at, at)
+    head.pace.note_pause(now - 565, is_paused=True)
+    head.pace.note_pause(now - 65, is_paused=False)
+    found = with_records(RankEvidence(0, 1, "S", 4, phase, 60.0), head)
+    assert (why_unconfirmed([found], WATCH) == "") == is_confirmed
 
 
 def test_a_record_from_the_future_is_no_sign_of_progress_until_a_stall_limit_has_passed():
