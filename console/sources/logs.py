@@ -22,7 +22,7 @@ BACKLOG_BYTES, LATE_BYTES = 256 << 10, 1 << 20
 """The most bytes of a log that one poll reads, and that a reader with `skips` leaves unread."""
 MAX_LINE_BYTES = 64 << 10
 LAST_BYTES = 256
-"""The log was rotated or replaced if at most this many bytes before the offset have changed."""
+"""A file was rotated or replaced if at most this many bytes before the offset have changed."""
 TRUNCATED = b"[console: this log was truncated; lines may be missing]"
 ORDERED_S = 5.0
 """If no poll reads all logs to their ends for a longer time, their order is not known."""
@@ -60,10 +60,10 @@ class Log:
     def __init__(self, run: Path, path: Path, source: str, skips: bool = False):
         self._run, self.path, self.source, self._skips = run, path, source, skips
         self._offset = self._rotated_bytes = 0
-        """The next offset, below 0 in the rotated file, and the size of the rotated file."""
+        """The next offset, at most 0 in the rotated file, and the size of the rotated file."""
         self._has_begun = False
         self._carry = self._last = b""
-        """The incomplete line, and the newest `LAST_BYTES` that were read from the log."""
+        """The incomplete line, and at most the `LAST_BYTES` before the offset, of the same file."""
         self.is_behind = False
         """True if the last poll stopped before the end of the log."""
 
@@ -92,12 +92,12 @@ class Log:
 
     def _seek(self, fd: int, size_bytes: int) -> list[bytes]:
         """Finds the next offset; returns a line on the bytes that are skipped, if any."""
-        late_bytes, skipped, last = LATE_BYTES, list[bytes](), self._last
+        late_bytes, skipped = LATE_BYTES, list[bytes]()
         if not self._has_begun:
             self._has_begun, late_bytes = True, BACKLOG_BYTES
             self._rotated_bytes = jsonl.size_bytes(rotated_log(self.path))
             self._offset = -self._rotated_bytes
-        elif last and os.pread(fd, len(last), self._offset - len(last)) != last:
+        elif self._last and self._before(fd) != self._last:
             skipped = self._find_rotated()
         if not self._skips or size_bytes - self._offset <= late_bytes:
             return skipped
@@ -106,15 +106,23 @@ class Log:
         self._offset, self._carry, self._last = start, b"", b""
         return [_skipped(skipped_bytes).encode()]
 
+    def _before(self, fd: int) -> bytes:
+        """Returns the bytes before the offset, as many as `_last` has. Raises OSError."""
+        count, kept = len(self._last), rotated_log(self.path)
+        if self._offset > 0:
+            return os.pread(fd, count, self._offset - count)
+        at = self._rotated_bytes + self._offset
+        return jsonl.read_bytes(kept, count, at - count, self._run)
+
     def _find_rotated(self) -> list[bytes]:
         """Continues in the rotated file if it has the bytes that were read last, else in the log.
 
         It lacks them after several rotations, or if only the end of a very long log was copied.
         """
-        kept, last = rotated_log(self.path), self._last
-        if jsonl.read_bytes(kept, len(last), self._offset - len(last), self._run) == last:
+        kept, at = rotated_log(self.path), self._offset - len(self._last)
+        if at >= 0 and jsonl.read_bytes(kept, len(self._last), at, self._run) == self._last:
             self._rotated_bytes = jsonl.size_bytes(kept)
-            self._offset, self._last = self._offset - self._rotated_bytes, b""
+            self._offset -= self._rotated_bytes
             return []
         self._offset, self._carry, self._last = 0, b"", b""
         return [TRUNCATED]
@@ -126,9 +134,11 @@ class Log:
             kept, at = rotated_log(self.path), self._rotated_bytes + self._offset
             data = jsonl.read_bytes(kept, min(BACKLOG_BYTES, -self._offset), at, self._run)
             self._offset = self._offset + len(data) if data else 0
+            self._last = (self._last + data)[-LAST_BYTES:]
         if self._offset >= 0:
             rest = os.pread(fd, BACKLOG_BYTES - len(data), self._offset)
-            self._offset, self._last = self._offset + len(rest), (self._last + rest)[-LAST_BYTES:]
+            self._offset += len(rest)
+            self._last = (self._last + rest)[-min(LAST_BYTES, self._offset) :]
             data += rest
         return data
 

@@ -186,6 +186,23 @@ def test_lines_between_the_last_read_and_a_rotation_are_read_or_reported(run, sk
     assert source.poll() == []
 
 
+@pytest.mark.parametrize("lines", [800, 5_000], ids=["at the end", "behind"])
+def test_a_reader_of_the_rotated_file_reports_that_a_later_rotation_replaced_it(run, lines):
+    log, source = rundir.rank_log(run, 1, 0), LogSource(run)
+    rotates = Rotation(log.parent, lines * 60, reserve_bytes=0)
+    append(log, numbered(0, lines))
+    assert rotates.poll()
+    assert numbers(source.poll())[:800] == list(range(800))
+    assert source.is_behind == (lines > 800)
+    append(log, numbered(lines, 2 * lines))
+    assert rotates.poll()
+    append(log, numbered(2 * lines, 2 * lines + 5))
+    said, *fresh = source.poll()
+    assert said.text == "[console: this log was truncated; lines may be missing]"
+    assert numbers(fresh) == list(range(2 * lines, 2 * lines + 5))
+    assert source.poll() == []
+
+
 def test_a_display_that_falls_behind_skips_to_the_newest_lines_and_says_so(run):
     log = rundir.rank_log(run, 1, 0)
     append(log, numbered(0, 10))
