@@ -87,7 +87,10 @@ def test_the_next_command_starts_the_program_that_was_called(tmp_path, monkeypat
     ("words", "command"),
     [
         (["cpu_smoke"], "-m trainers.ddp --config /"),
-        (["--config", "configs/tiny_cpu.yaml"], "-m trainers.ddp --config configs/tiny_cpu.yaml"),
+        (
+            ["--config", "configs/tiny_cpu.yaml"],
+            f"trainers.ddp --config {ROOT}/configs/tiny_cpu.yaml",
+        ),
         (["--config", "configs/tiny_cpu.yaml", "--trainer", "fsdp"], "-m trainers.fsdp --config"),
     ],
 )
