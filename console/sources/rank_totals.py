@@ -88,6 +88,8 @@ class AttemptTotals:
     """The step of the newest progress record."""
     exit: tuple[int, int | None] | None = None
     """Step and exit code of the exit record: 0 without a code, None for an invalid code."""
+    reason: str = ""
+    """The start of the first recorded reason for a halt or exit, or "" if there is none."""
     counted: int | None = None
     """The number of steps with a non-finite loss, as last recorded."""
     counts_at_last: bool = False

@@ -58,8 +58,6 @@ class LatestRecords:
     """The newest `progress` record with at least one of the figures in `UNITS`, or None."""
     error_words: str = ""
     """The start of the first error text since the last progress, or "" if there is none."""
-    reason: str = ""
-    """The start of the first recorded reason for a halt or exit, or "" if there is none."""
     save: Record | None = field(default=None, compare=False)
     """The newest record of a save that succeeded or failed, or None if no such record was read."""
     step: int = 0
@@ -85,7 +83,7 @@ class LatestRecords:
         elif msg == "error":
             self.error_words = self.error_words or clean(error_of(record), 400)
         if msg in ("halt", "exit"):
-            self.reason = self.reason or jsonl.text(record, "reason")[:80]
+            self.totals.reason = self.totals.reason or jsonl.text(record, "reason")[:80]
 
     def has(self, record: Record) -> bool:
         """Returns whether a record was added before, according to its number and `mono` time."""
@@ -102,6 +100,11 @@ class LatestRecords:
     def saved(self) -> int:
         """The step of the newest `checkpoint` record, or 0."""
         return self.totals.saved
+
+    @property
+    def reason(self) -> str:
+        """The start of the first recorded reason for a halt or exit, or "" if there is none."""
+        return self.totals.reason
 
     @property
     def code(self) -> int | None:

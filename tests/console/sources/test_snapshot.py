@@ -57,6 +57,21 @@ def test_the_newest_figures_are_read_even_if_many_other_records_follow_them(run,
     same_state(run)
 
 
+def test_the_first_reason_counts_even_if_many_other_records_follow_it(run, monkeypatch):
+    monkeypatch.setattr(run_records, "SHORT_BYTES", 0)
+    directory.beat(run, 0, 5, "halt", reason="requested")
+    for _ in range(200):
+        directory.beat(run, 0, 5, "checkpoint_failed", reason="x" * 2000)
+    directory.beat(run, 0, 5, "exit", reason="last step")
+    observer = Observer(run)
+    observer.read()
+    observer.write()
+    assert is_used(run)
+    source = RunSource(run, reads="recent")
+    source.poll()
+    assert source.heads[0].reason == "requested"
+
+
 def charted(run: Path) -> list[float]:
     """Returns the times of the points in the chart of rank 0's memory."""
     source = RunSource(run, reads="charts")
