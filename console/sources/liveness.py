@@ -96,7 +96,7 @@ def elsewhere(document: Record) -> str:
     return f"in another container of {host}" if rundir.is_hidden(document) else ""
 
 
-def is_here(document: Record) -> bool:
+def can_see(document: Record) -> bool:
     """Returns whether this reader can see the processes that a document names."""
     return bool(document.get("host")) and not elsewhere(document)
 
@@ -106,7 +106,7 @@ def is_supervised(supervisor: Record) -> bool:
 
     A supervisor that this reader cannot see is treated as alive if it wrote the document recently.
     """
-    if is_here(supervisor):
+    if can_see(supervisor):
         return rundir.is_alive(supervisor)
     silent_s = age(jsonl.number(supervisor, "updated_ts"))
     return silent_s is not None and silent_s < ELSEWHERE_SILENT_S
@@ -321,7 +321,7 @@ def has_lost_rank(supervisor: Record) -> bool:
     """Returns whether a rank has ended, according to supervisor.json or this host's kernel."""
     left = _workers_without_exit(supervisor)
     return len(left) < len(jsonl.entries(supervisor, "workers")) or any(
-        is_here(supervisor) and not alive for _, alive in left
+        can_see(supervisor) and not alive for _, alive in left
     )
 
 

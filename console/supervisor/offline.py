@@ -339,7 +339,7 @@ def _with_process(rank: RankEvidence, worker: Mapping[str, Any]) -> RankEvidence
         return replace(rank, state=state, start_ticks=rundir.start_ticks(rank.pid))
     if rank.phase == "exit":
         return rank
-    if state == process.GONE and liveness.is_here(worker):
+    if state == process.GONE and liveness.can_see(worker):
         return replace(rank, state=state)
     return replace(rank, pid=0)
 

@@ -125,7 +125,7 @@ def test_a_run_on_full_shared_memory_says_so_and_completes(begin, tmp_path):
 
 @pytest.fixture(params=["missing", "removed"])
 def without_memory(request, tmp_path, monkeypatch):
-    """A run directory and its `Live`: memory is missing, or is removed before the ranks start."""
+    """A run, its `Live` and a rank: memory is missing, or is removed before the rank starts."""
     run, memory = tmp_path / "0-one", tmp_path / "memory"
     run.mkdir()
     monkeypatch.setattr(rundir, "SHARED_MEMORY", memory)
@@ -134,7 +134,10 @@ def without_memory(request, tmp_path, monkeypatch):
     live = Live("0123456789abcdef", 1, 1, run)
     folder = live.path or memory
     shutil.rmtree(folder, ignore_errors=True)
-    yield run, live, {environ.LIVE_DIR: str(folder)}
+    rank = Member(run, {environ.LIVE_DIR: str(folder)})
+    rank.pulse.nonfinite_steps = 0
+    rank.record("boot", 0)
+    yield run, live, rank
     live.remove()
 
 
@@ -149,10 +152,7 @@ def gates_of(run: Path, live: Live, **bounds: object) -> dict[str, str]:
 
 
 def test_gates_of_a_run_without_shared_memory_pass(without_memory):
-    run, live, variables = without_memory
-    rank = Member(run, variables)
-    rank.pulse.nonfinite_steps = 0
-    rank.record("boot", 0)
+    run, live, rank = without_memory
     rank.record("progress", 2, loss=1.0)
     rank.close(3, reason="done", exit_code=0)  # step 3 has no progress record
     assert pulse.read(rundir.pulse(run, 0)).records == 3
@@ -161,10 +161,7 @@ def test_gates_of_a_run_without_shared_memory_pass(without_memory):
 
 
 def test_a_copy_of_a_pulse_does_not_show_that_a_killed_rank_has_no_later_record(without_memory):
-    run, live, variables = without_memory
-    rank = Member(run, variables)
-    rank.pulse.nonfinite_steps = 0
-    rank.record("boot", 0)
+    run, live, rank = without_memory
     rank.record("progress", 3, loss=1.0)
     rank.pulse.set(3, "forward")
     rank.recorder.call(rank._mirror_pulse)
