@@ -32,8 +32,8 @@ EXITS: dict[int, str] = {
     130: "ended by ctrl+c; runs continue",
 }
 RUN_EXITS: dict[int, str] = {
-    0: "healthy; or completed, and each gate passed or has an override",
-    1: "stalled or unsupervised; or a gate without an override did not pass",
+    0: "live, not stalled; or completed, and each gate passed or has an override",
+    1: "stalled, unsupervised, unknown; or a gate without an override did not pass",
     4: "halted, stopped or killed",
     5: "failed, crashed or lost",
 }
