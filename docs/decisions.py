@@ -84,12 +84,13 @@ TABLE: tuple[Decision, ...] = (
              "No attempt starts. While the directory does not pass `own-directory`, the attempt "
              "waits. If run.json contains another token, the run ends, and its reason names the "
              "contradiction."),
-    Decision("refuse-restart", "act", "end the run although restarts are left",
+    Decision("reject-restart", "act", "end the run although restarts are left",
              ("The exit codes of the attempts are seen through pidfds.",
               ("One of these shows that a restart does not help:",
                "the error in the records of the rank;",
                "the same error in the last two attempts, with no new checkpoint between them.")),
-             "The first restart is not rejected.", "The first restart is not rejected."),
+             "The next attempt starts, as long as restarts are left.",
+             "The next attempt starts, as long as restarts are left."),
     Decision("act-on-stall", "act", "halt, stop or restart a stalled run by a watch rule",
              ("The pulses in the memory that the supervisor opened do not change. After an "
               "adoption, the supervisor must first have seen each pulse change.",
@@ -151,8 +152,8 @@ TABLE: tuple[Decision, ...] = (
              ("The exit is seen through the pidfd of the process.",
               "The pulses of the other ranks are at a later step and do not change."),
              "The confidence is at most medium.",
-             "The confidence is at most medium, also if the evidence names a rank that runs. The "
-             "positions of the ranks are no such evidence."),
+             "The confidence is at most medium. This holds also if a source other than the "
+             "positions of the ranks names a rank that runs."),
     Decision("verdict-cause", "verdict", "name the cause of a stall from the collected evidence",
              (("The evidence names the ranks to blame. There are five sources: flight records, "
                "stacks, processes in /proc, GPUs, positions of the ranks. One of these is true:",

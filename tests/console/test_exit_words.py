@@ -208,8 +208,8 @@ def test_an_unobserved_end_has_no_exit_code():
         (RankEnd(0, None, "SIGSEGV", 9), False),
     ],
 )
-@pytest.mark.decision("refuse-restart", "true")
-@pytest.mark.decision("refuse-restart", "absent")
+@pytest.mark.decision("reject-restart", "true")
+@pytest.mark.decision("reject-restart", "absent")
 def test_only_permanent_errors_refuse_a_restart(end, permanent):
     assert is_permanent(ended(end)) is permanent
 

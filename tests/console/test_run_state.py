@@ -166,7 +166,7 @@ def test_only_signals_that_end_torchrun_are_read_from_its_log():
     assert DEATH.search(b"Received 15 death signal")[1] == b"15"
 
 
-@pytest.mark.decision("refuse-restart", "lie")
+@pytest.mark.decision("reject-restart", "lie")
 def test_a_signal_that_only_a_log_names_does_not_stop_a_run_whose_rank_failed():
     for code, signal in ((None, "SIGKILL"), (7, None), (None, "SIGSEGV")):
         ends = (GOOD[0], RankEnd(1, code, signal, 4))

@@ -59,7 +59,7 @@ class Kind:
     lasts: bool = False
     """True if the fault happens in its step and in every later step."""
     least_ranks: int = 1
-    """The number of ranks without which the console cannot show the fault."""
+    """The least number of ranks with which the console can show the fault."""
 
 
 KINDS: dict[str, Kind] = {
