@@ -18,6 +18,7 @@ Mailbox = Literal["run", "launch"]
 Phases = Literal["next", "all"]
 PHASES: tuple[Phases, ...] = get_args(Phases)
 """The phases to which a changed flag applies: the next phase, or the next and all later phases."""
+OTHER_PHASE = "reject the request if another phase is next"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,7 @@ TABLE: tuple[Action, ...] = (
         verb="halt", examples=("halt latest",),
     ),
     Action(
-        "checkpoint", "Save a checkpoint after the current step; all ranks continue.",
+        "checkpoint", "Save a checkpoint after the next finite step; all ranks continue.",
         ("run",), cost=("keeps", "all work (every rank saves and continues)"),
         key="C", neutral=True, title="Save a checkpoint now?", examples=("do latest checkpoint",),
     ),
@@ -142,11 +143,13 @@ TABLE: tuple[Action, ...] = (
     ),
     Action(
         "adopt", "Replace a dead supervisor with a new one.",
-        cost=("keeps", "all work (live ranks continue under the new supervisor)"),
+        cost=("keeps", "all work (ranks that are alive continue under the new supervisor)"),
         key="R", title="Start a new supervisor for this launch?",
     ),
     Action(
-        "resume", "Launch the rest of an ended launch, from its newest checkpoint if it has one.",
+        "resume",
+        "Launch the rest of an ended launch: from its newest checkpoint, or, after a phase that "
+        "passed, from the next phase.",
         cost=("keeps", "all other launches, also the one that has ended"), key="R",
     ),
     Action(
@@ -154,8 +157,8 @@ TABLE: tuple[Action, ...] = (
         key="L", weight=5, button=True,
     ),
     Action(
-        "proceed", "Start the next phase of a launch that waits for confirmation.", ("launch",),
-        (Argument("phase", "PHASE", _text(80), "only if this phase is next", required=False),),
+        "proceed", "Start the next phase of a launch that waits for you.", ("launch",),
+        (Argument("phase", "PHASE", _text(80), OTHER_PHASE, required=False),),
         cost=("keeps", "completed phases"), key="L",
     ),
     Action(
@@ -188,7 +191,7 @@ TABLE: tuple[Action, ...] = (
                   required=False),
          Argument("phases", "PHASES", _phases, "next (default), or all: the next and all later "
                   "phases", required=False),
-         Argument("phase", "PHASE", _text(80), "only if this phase is next", required=False)),
+         Argument("phase", "PHASE", _text(80), OTHER_PHASE, required=False)),
         examples=("do latest set-flag name=NSA_LR value=0.0005",
                   "do latest set-flag name=NSA_LR value=0.0005 phases=all"),
     ),

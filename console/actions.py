@@ -371,7 +371,7 @@ def answer(path: Path, request_id: str, timeout_s: float) -> dict[str, Any] | No
     For the id "", which `send` returns after a direct halt, returns an answer at once.
     """
     if not request_id:
-        text = ".HALT is written without a request; any live rank halts; no attempt or phase starts"
+        text = ".HALT is written without a request; ranks that are alive halt; nothing else starts"
         return {"ok": True, "text": text, "detail": [], "request": ""}
     top = launches.launch_of(path)
     folders = [path] if top is None else [*reversed(launches.run_directories(top)), top]

@@ -159,7 +159,7 @@ def _rules() -> str:
 
 
 QUERIES: tuple[Command, ...] = (
-    Command("runs", "List launches, and runs that were started by hand, newest first.",
+    Command("runs", "List launches and runs by hand, newest first.",
             ("runs", "runs --limit 5 --json"), (
         option("--limit", type=at_least(1, "a whole number of at least 1"), default=50,
                metavar="N", help="largest number of lines (default: %(default)s)"),
@@ -184,7 +184,7 @@ QUERIES: tuple[Command, ...] = (
        "supervisor has not, and ranks of the live run make no progress, the command\n"
        "collects the evidence itself, in 2 to 8 s.\n"
        "  + evidence for the verdict\n"
-       "  - evidence that another rank is the cause\n"
+       "  - evidence that names only other ranks\n"
        "  ? evidence that is not available\n"
        "Exit code of a live run: 0, no stall; 1, stalled or unknown. An ended run has\n"
        "the exit code of `status`.\n"
@@ -215,8 +215,8 @@ QUERIES: tuple[Command, ...] = (
                     help="also measure the devices, load the first batch and test the attention "
                          "of a plan; at most 5 minutes"),
              option("--end-leftovers", action="store_true",
-                    help="before the check, end the trainers whose supervisor is dead; without "
-                         "--yes, only list them"),
+                    help="before the check, list the trainers that no supervisor watches; with "
+                         "--yes, end those whose supervisor is dead"),
              option("--yes", action="store_true", help="confirm --end-leftovers"),
              option("--full", action="store_true",
                     help="read all records of the run instead of its snapshot; may take minutes")),
@@ -320,8 +320,8 @@ RESUME = Command(
     ("resume latest", "resume latest --dry-run"), (
         _run("LAUNCH"),
         option("--yes", action="store_true",
-               help="resume even if another launch already continues this one, or if its "
-               "supervisor and ranks are gone without a recorded end"),
+               help="resume even if another launch already continues this launch, or if this "
+               "launch has no recorded end, but its supervisor is dead and no rank is alive"),
         WAIT, DRY_RUN,
     ), "The new launch repeats the options of the ended launch. It also repeats each\n"
     "flag that an operator set, if the supervisor of the ended launch confirmed it.\n"
@@ -334,12 +334,12 @@ ADOPT = Command(
     "adopt", ACTIONS["adopt"].help, ("adopt latest",), (
         _run(),
         option("--yes", action="store_true",
-               help="adopt also after a reboot of the host, if the former supervisor was in "
-               "another container, or if another launch continues this one; the new supervisor "
-               "may then start the training again"),
-    ), "Live ranks continue under the new supervisor. If the ranks have already exited,\n"
-       "their records, pulses and logs decide the result of the run. If the phase passes\n"
-       "its gates, the launch continues.\n",
+               help="adopt also in three cases: the host was rebooted; the former supervisor "
+               "was in another container; another launch continues this launch. The new "
+               "supervisor may then start the training again"),
+    ), "Ranks that are alive continue under the new supervisor. If the ranks have\n"
+       "already exited, their records, pulses and logs decide the result of the run. If\n"
+       "the phase passes its gates, the launch continues.\n",
     "control.adopt",
 )  # fmt: skip
 DO = Command(

@@ -263,7 +263,7 @@ ROWS: tuple[Rule, ...] = (
          "slowest rank's time in fetch and forward ÷ median of the others (with FSDP, or in a "
          "foreign program on GPUs: only fetch)", "ratio", 1.3, SURELY, 300.0, _imbalance),
     Rule("random_loss",
-         "on random bytes, where no loss is below ln(vocabulary): ln(vocabulary) − loss",
+         "ln(vocabulary) − mean loss, on random bytes (a correct model has at most 0)",
          "nats", 0.02, 0.01, 0.0, _random_loss),
     Rule("first_loss", "difference of the loss of step 1 from ln(vocabulary)", "nats",
          1.0, 0.99, 0.0, _first_loss),

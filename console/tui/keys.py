@@ -87,7 +87,8 @@ TABLE: tuple[Key, ...] = (
     Key("launch_view", ("2",), "Launch: phases, flags now and next, command, checks", "Launch", 9),
     Key("stall_view", ("3",), "Stall: the verdict, its evidence, the stack of each rank", "Stall",
         9, button="Diagnose"),
-    Key("logs_view", ("4",), "All logs, merged or one at a time: follow, find, filter", "Logs", 9),
+    Key("logs_view", ("4",), "Logs: all logs merged, or one log; follow new lines, find text",
+        "Logs", 9),
     *map(_of_actions, action_table.KEYS),
     Key("flags", ("E",), "Go to the flags of the next phase", "flags", 3, button="Flags"),
     Key("choose", ("o",), "Open: choose a run to watch, or a plan to launch", "open", 2),
@@ -105,8 +106,9 @@ TABLE: tuple[Key, ...] = (
         views=("launch",)),
     Key("open", ("enter",), "Launch: set the flag. Stall: read the whole stack", "details", 2,
         views=("launch", "stall")),
-    Key("zoom", ("z",), "Zoom: the selected chart. In full: phases, command, checks, gates, flags "
-        "with their help (Launch); verdict and evidence (Stall)", "zoom", 3,
+    Key("zoom", ("z",), "Dashboard: zoom the selected chart. Launch: show phases, command, "
+        "checks, gates and flags in full, with the help of the flags. Stall: show verdict and "
+        "evidence in full", "zoom", 3,
         views=("dashboard", "launch", "stall")),
     Key("find", ("/",), "Find text", "find", 6, views=("logs",)),
     Key("find_next", ("n",), "Next line with the searched text", views=("logs",)),

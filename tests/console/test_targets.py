@@ -270,7 +270,7 @@ def test_the_answer_to_a_halt_of_a_lost_run_names_no_living_ranks(tmp_path, caps
     assert RunSource(path).poll().state == "lost"
     assert cli.main(["halt", str(path)]) == 0
     out = capsys.readouterr().out
-    assert ".HALT is written without a request; any live rank halts" in out
+    assert ".HALT is written without a request; ranks that are alive halt" in out
     assert (path / "0-first" / rundir.HALT).exists()
 
 
