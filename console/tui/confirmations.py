@@ -216,7 +216,7 @@ def proceed(state: RunState) -> Question:
             "still running", "H halts")  # fmt: skip
         raise CannotAsk(f"{name} is {now}; L starts nothing until it has ended; {ends} it")
     if launch is None or launch.state != "waiting":
-        raise CannotAsk(f"{state.id} is {state.state}; no launch waits for confirmation")
+        raise CannotAsk(f"{state.id} is {state.state}; no launch waits for you")
     following = launch.rest[0] if launch.rest else None
     title = f"Start phase {following.name}?" if following else "Start the next phase?"
     changed = ", ".join(f"{flag.name}={flag.value}" for flag in launch.next_flags) or "none changed"

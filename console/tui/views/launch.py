@@ -213,9 +213,7 @@ class Launch(Scrolls, View):
             )
             if launch.under_way:
                 heading += f" → {when}{later}" if when else ", no phase left"
-            if snapshot.coming_trouble:
-                trouble = snapshot.coming_trouble.replace(launch.path, "the launch")
-                heading += f"; plan not available ({trouble})"
+            heading += "; next values not known: z" * bool(snapshot.coming_trouble)
         else:
             draft, when, heading = self.draft, "launch", "flags of a new launch"
             choice = {flag_list.BETWEEN.name: "0"} if draft.between == "go" else {}
@@ -300,7 +298,9 @@ class Launch(Scrolls, View):
 
         def rows(width: int) -> list[Row]:
             found = [row for p in self.query(Panel) for row in p.rows(snapshot, width, WHOLE)]
-            return [*found, rule(self.picker.heading, width), *flag_list.whole_rows(items, width)]
+            found += [rule(self.picker.heading, width)]
+            found += [((line, "warn"),) for line in wrap(snapshot.coming_trouble, width)]
+            return [*found, *flag_list.whole_rows(items, width)]
 
         self.console.open_overlay(Reader(f"launch, as of {clock(snapshot.now)}", rows))
 

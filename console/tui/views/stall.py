@@ -128,7 +128,7 @@ def _rank_cells(rank: Rank, style: str) -> Cells:
     use = fmt.whole(gpu.util_pct if gpu else rank.cpu_pct, "%")
     power = fmt.whole(gpu.power_w, "W") if gpu else ""
     if gpu is not None and gpu.state != "ok":
-        use, power = gpu.state, "GPU"
+        use, power = "GPU", gpu.state
     process = (rank.exit and wrong(rank)) or STATE_WORDS.get(rank.state, rank.state or fmt.DASH)
     return place_cells(rank, style, style) | {
         "rank": (str(rank.rank), style or "strong"), "process": (process, style),

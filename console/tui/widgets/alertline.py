@@ -114,7 +114,7 @@ def _of_launch(state: RunState, launch: LaunchState | None) -> list[Notice]:
         return []
     if launch.state == "waiting":
         name = f"phase {launch.rest[0].name}" if launch.rest else "the next phase"
-        text = f"waiting for confirmation before {name}"
+        text = f"the launch waits for you before {name}"
         return [Notice("warn", text, "L start  E flags  H halt")]
     if not launch.not_started:
         return []

@@ -15,7 +15,7 @@ from trainers.contract.values import TRUE
 UNSET = "–"
 GROUP, NAME = 9, 26
 BETWEEN = Flag(
-    "wait for L after a phase", Key(bool, True, 0, 0, "0: starts by itself"), "launch.between"
+    "wait for L after a phase", Key(bool, True, 0, 0, "wait for L: 0 = no"), "launch.between"
 )
 """The choice `between` of a launch, the first flag of a draft: 1 means ask, 0 means go."""
 

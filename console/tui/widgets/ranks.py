@@ -164,15 +164,15 @@ def unmeasured(rank: Rank, state: RunState) -> Rank:
 
 
 def wrong(rank: Rank) -> str:
-    """Returns how a rank ended, short enough for a column: `exit 1`, `SIGKILL`, `exit ?`.
+    """Returns how a rank ended, short enough for a column: `code 1`, `SIGKILL`, `code ?`.
 
     For a rank that has not ended, returns what is unusual about its process, or "".
     """
     end = rank.exit.partition(",")[0].removesuffix(")")
     for words, short in (
-        ("exited (code ", "exit "),
+        ("exited (code ", "code "),
         ("killed (", ""),
-        (" code not available", " ?"),
+        ("exit code not available", "code ?"),
     ):
         end = end.replace(words, short)
     return end or PROCESS_WORDS.get(rank.state, "")

@@ -107,7 +107,7 @@ def running(count: int = 2, with_gpu: bool = False, **given: Any) -> RunState:
 
 SENTENCE = "rank 3 has not left backward of step 41,207 for 74 s; 7 ranks wait for it"
 VERDICT = Verdict(NOW - 5, SENTENCE,
-                  "straggler", 3, "backward", 41_207, "high",
+                  "lock", 3, "backward", 41_207, "high",
                   ("rank 3 lags by one step", "GPU 3 is idle, the others spin"))  # fmt: skip
 
 
@@ -123,13 +123,15 @@ def stalled() -> RunState:
 def lost_gpu() -> RunState:
     ranks = [rank(r) for r in range(8)]
     ranks[5] = rank(5, gpu=Gpu(5, "H200", "lost", why="Xid 79: fallen off the bus"))
-    return running(8, True, ranks=tuple(ranks))
+    alert = Alert("gpu_lost", NOW - 5, "crit", "GPU 5 is lost: Xid 79")
+    return running(8, True, ranks=tuple(ranks), alerts=(alert,))
 
 
 def waiting() -> RunState:
     flags = (PendingFlag("NSA_LR", "0.001", "op@gpu01", NOW),)
     held = launch("waiting", phases=phases(1, "completed"), next_flags=flags)
-    return running(state="completed", data_age_s=None, launch=held, eta_s=None, step=100)
+    return running(state="completed", since_ts=NOW, data_age_s=None, launch=held, eta_s=None,
+                   step=100)  # fmt: skip
 
 
 def crashed() -> RunState:
@@ -138,12 +140,14 @@ def crashed() -> RunState:
         rank(1, False, exit="exited (code 1), because of another rank"),
     )
     return running(state="crashed", why="rank 0 was killed by SIGSEGV", ranks=ranks,
-                   data_age_s=None, eta_s=None,
+                   since_ts=NOW, data_age_s=None, eta_s=None,
                    launch=launch("ended", phases=phases(1, "crashed")))  # fmt: skip
 
 
 def unsupervised() -> RunState:
-    return running(state="unsupervised", why="the supervisor (pid 7) is gone; ranks 0-1 still run")
+    return running(
+        state="unsupervised", why="the supervisor (pid 7) is not running; ranks 0-1 still run"
+    )
 
 
 def by_hand() -> RunState:
@@ -155,7 +159,9 @@ def gates_failed() -> RunState:
         Gate("steps_done", 100.0, "steps", "run", "heartbeat", "≥ 100", "pass"),
         Gate("bytes_right", 0.41, "share", "last record", "heartbeat", "≥ 0.9", "fail"),
     )
-    return replace(waiting(), gates=gates)
+    first, second, third = phases(1, "completed")
+    ended = launch("ended", phases=(first, replace(second, result="fail"), third))
+    return replace(waiting(), gates=gates, launch=ended)
 
 
 def hostile() -> RunState:

@@ -8,6 +8,7 @@ import re
 import pytest
 
 from console.model import Gate
+from console.status_text import outcome
 from console.tui.feed import ScreenData
 from console.tui.rows import text_of, width_of
 from console.tui.widgets.alertline import alert_rows
@@ -131,7 +132,7 @@ def test_header_and_alert_fit_any_width(width):
         assert width_of(header_row(ScreenData(0.0, NOW, state), width)) <= width
         assert all(width_of(row) <= width for row in alert_rows(noticed(state), width, 0, 3))
         waits = state.launch is not None and state.launch.state == "waiting"
-        word = "WAITING" if waits else state.state.upper()
+        word = "WAITING" if waits else outcome(state)[0].upper()
         assert word in header_of(state, width) or width == 30
 
 

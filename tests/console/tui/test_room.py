@@ -60,7 +60,7 @@ def test_the_end_of_a_rank_fits_its_column():
     ranks = (*state.ranks, recorded.rank(2, False, exit="exit code not available, unreaped"))
     state = dataclasses.replace(state, ranks=ranks)
     for rows in (rank_rows(state, 50, 9)[1:], stall_rows(state, {}, 78, NOW)):
-        for row, word in zip(rows, ("SIGSEGV", "exit 1", r"exit \?"), strict=True):
+        for row, word in zip(rows, ("SIGSEGV", "code 1", r"code \?"), strict=True):
             assert re.search(f" {word} ", text_of(row)), text_of(row)
 
 

@@ -63,8 +63,8 @@ SAYS = {
         "VERDICT  rank 3 has not left backward of step 41,207", r"(?m)^  3 .* backward .*◂",
         r"\+ GPU 3 is idle"]),
     "crashed": ("", ["CRASHED", "killed by SIGSEGV", "4 logs"]),
-    "unsupervised": ("", ["UNSUPERVISED", r"supervisor \(pid 7\) is gone"]),
-    "waiting": ("2", ["waiting for confirmation before phase recall", "L start",
+    "unsupervised": ("", ["UNSUPERVISED", r"supervisor \(pid 7\) is not running"]),
+    "waiting": ("2", ["the launch waits for you before phase recall", "L start",
         "flags now → recall", r"0\.001 +\*", r"Attention works\."]),
     "gates_failed": ("2", [r"✗ bytes_right: 0\.41 share \(≥ 0\.9\)", "1 of 2 passed"]),
     "hostile": ("", [r"\[red\]boo\[/red\] \[@click=app\.bell\]x\[/\]"]),
@@ -72,8 +72,9 @@ SAYS = {
         "", [r"gate bytes_right failed \(0\.41 share, bound ≥ 0\.9\)"]),
     "running with a backend": ("2", [
         "command of phase plumbing", f"attention: {ROUTES}", "Data and loss"]),
-    "running with a plan that cannot be read": ("2", [
-        r"flags now → recall; plan not available \(the launch", r"(?m)NSA_LR +0\.002$"]),
+    "running with a plan that cannot be read": ("2z", [
+        "flags now → recall; next values not known: z", r"contains no readable plan\.json",
+        r"NSA_LR 0\.002"]),
 }  # fmt: skip
 """For each state: keys, and patterns of the text that the screen then shows."""
 VARIANTS = {
