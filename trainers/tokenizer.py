@@ -35,7 +35,9 @@ def gpt2(encoding: Any) -> Tokenizer:
     """Returns GPT-2's tokenizer; `<|endoftext|>` (50256) follows each document."""
 
     def encode(text: bytes) -> bytes:
-        return array("H", encoding.encode_ordinary(text.decode("utf-8"))).tobytes()
+        # JSON may contain half a UTF-16 pair, which tiktoken replaces by U+FFFD.
+        unicode = text.decode("utf-8", "surrogatepass")
+        return array("H", encoding.encode_ordinary(unicode)).tobytes()
 
     def text_of(token: int) -> bytes:
         try:

@@ -65,3 +65,11 @@ def test_gpt2_ends_each_document_with_its_end_token():
     assert words.decode([50_303, ord("<")]).decode() == "�<"
     with pytest.raises(ValueError, match="utf-8"):
         words.encode(b"\xff")
+
+
+def test_gpt2_replaces_half_a_pair_of_utf_16_as_tiktoken_does():
+    """JSON may have such a text, for example half an emoji at the end of a cut text."""
+    tokens = torch.frombuffer(
+        bytearray(bytewise().encode("a\ud83db".encode("utf-8", "surrogatepass"))), dtype=torch.uint16
+    )
+    assert tokens.tolist() == [ord("a"), *"\ufffd".encode(), ord("b")]
