@@ -43,7 +43,7 @@ WAITS: Sequence[tuple[str, str, Wait]] = (
     ("torch/distributed/utils.py", "_verify_param_shape_across_processes|_sync_.*", _COLLECTIVE),
     ("torch/nn/parallel/distributed.py", ".*_broadcast_coalesced", _COLLECTIVE),
     ("torch/utils/data/dataloader.py", "_try_get_data|_next_data|_shutdown_workers", _LOADER),
-    ("trainers/loader.py", "_wait|open_source", _LOADER),
+    ("trainers/loader.py", "_wait|within_limit", _LOADER),
     ("torch/cuda/__init__.py", "synchronize", _DEVICE),
     ("torch/cuda/streams.py", "synchronize", _DEVICE),
     ("torch/utils/file_baton.py", "wait", _FILE),

@@ -6,14 +6,26 @@ drills (`make drills`) classify stacks of the installed torch.
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
+import traceback
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from console.diagnose.stack_classes import WAITS, missing_threads, where
 from console.sources.stacks import Frame, Stack, Thread, parse
+from trainers import build, loader
+from trainers.loader import Loader
+from trainers.parallel import Single
+from trainers.sequences import Synthetic
+from trainers.settings import resolve
+
+CPU = torch.device("cpu")
 
 GIL = "waits for the GIL, or holds it in native code"
 STACKS = Path(__file__).with_name("stacks")
@@ -96,8 +108,6 @@ BACKWARD = f"{TORCH}autograd/graph.py _engine_run_backward"
     [
         ((f"{STD}threading.py wait", f"{STD}queue.py get", "/src/trainers/loader.py _wait"),
          "loader"),
-        ((f"{STD}concurrent/futures/_base.py wait", "/src/trainers/loader.py open_source",
-          "/src/trainers/ddp.py main"), "loader"),
         (("/src/queue.py get", "/src/train.py step"), "own"),
         ((f"{TORCH}nn/modules/linear.py forward", "/src/train.py step"), "own"),
         (("/src/data.py __getitem__", f"{TORCH}utils/data/dataloader.py _next_data"), "own"),
@@ -115,6 +125,40 @@ BACKWARD = f"{TORCH}autograd/graph.py _engine_run_backward"
 )  # fmt: skip
 def test_the_call_of_the_innermost_own_code_decides(frames, kind):
     assert where(dump(*frames)).kind == kind
+
+
+@pytest.mark.parametrize("work", ["open", "draw", "fetch"])
+def test_a_training_that_waits_for_its_data_waits_for_its_loader(monkeypatch, tmp_path, work):
+    """The frames are those of a thread that waits until the data come."""
+    reads, come = threading.Event(), threading.Event()
+    read, chosen = Synthetic.read, resolve(None, {}, {"eval.every": 1, "eval.batches": 1}).settings
+
+    def late(source: Synthetic, *given: int):
+        reads.set()
+        assert come.wait(60)
+        return read(source, *given)
+
+    monkeypatch.setattr(Synthetic, "read", late)
+    if work == "open":
+        monkeypatch.setattr(loader, "_source", lambda *_: late(Synthetic(chosen.data, 0), 1, 0, 1))
+    waits = threading.Thread(target=WAITING[work], args=(chosen, tmp_path))
+    waits.start()
+    assert reads.wait(60)
+    kind, began = "", time.monotonic()
+    while kind != "loader" and time.monotonic() - began < 10:
+        time.sleep(0.01)
+        frames = traceback.extract_stack(sys._current_frames()[waits.ident or 0])
+        kind = where(dump(*(f"{each.filename} {each.name}" for each in frames[::-1]))).kind
+    come.set()
+    waits.join()
+    assert kind == "loader"
+
+
+WAITING = {
+    "open": loader.open_source,
+    "draw": lambda chosen, run: build.draw_held_out(chosen, run, Single(CPU), pytest.fail),
+    "fetch": lambda chosen, _: Loader(Synthetic(chosen.data, 0), chosen, 0, 1, CPU).fetch(),
+}
 
 
 def test_a_hook_in_a_thread_of_autograd_is_why_backward_waits():
