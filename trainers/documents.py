@@ -29,7 +29,10 @@ from trainers.failures import DataError
 from trainers.schema import DataSettings
 
 CHUNK_BYTES = 1 << 16
-HUB, REPAIR = "hf://", "repair or remove the file, then start a new run"
+HUB = "hf://"
+REPAIR = (
+    "check the file and the disk, then resume; a resume without this file needs --allow-change data"
+)
 ROWS = 256
 READ_ERRORS = (OSError, EOFError, ValueError, zlib.error, pa.ArrowException)
 """Exceptions of the readers for a missing, truncated or damaged file."""

@@ -110,6 +110,8 @@ def test_a_broken_file_ends_in_one_sentence_that_names_it(tmp_path, how):
     with pytest.raises(DataError, match=f"bad.{ending} cannot be read") as caught:
         loader.fetch(100)
     assert "\n" not in str(caught.value)
+    assert "then resume" in str(caught.value)
+    assert "new run" not in str(caught.value)
     loader.close()
 
 
