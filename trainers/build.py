@@ -68,6 +68,8 @@ class Training:
         )
         self.loader = Loader(source, settings, parallel.rank, parallel.world, device, resumed)
         note = partial(report.record_event, "note", report.steps_done)
+        for text in source.notes:
+            note(text)
         self.held_out = draw_held_out(settings, run, parallel, note)
         cuda = torch.cuda if on_cuda else None
         self.phases = Phases(member.pulse, cuda, settings.report.nvtx)

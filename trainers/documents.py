@@ -60,6 +60,8 @@ class Documents:
     """Returns whether a document is in this part; None if whole files are held out."""
     reader: Reader
     text_key: str
+    notes: tuple[str, ...] = ()
+    """Sentences for the operator about the selected files."""
 
     def read(self, file: str, cursor: int) -> Iterator[Piece]:
         """Yields the pieces of this part in a file, from `cursor` on. Raises DataError."""
@@ -91,9 +93,10 @@ def find(data: DataSettings, seed: int, held_out: bool, scratch: Path) -> Docume
         root, names, contents = _list_files(data)
         about = f"{source} of {root if data.path else 'the Python standard library'}"
     digest = hashlib.sha256(os.fsencode("\0".join(contents))).hexdigest()
-    border = round(data.held_out * (1 << 32))
+    border, notes, every = round(data.held_out * (1 << 32)), (), names
     if source == "text":
-        names = _part_of_files(names, contents, data.held_out, held_out)
+        names = _part_of_files(every, contents, data.held_out, held_out)
+        notes = () if held_out else _much_is_held_out(every, contents, names, data.held_out)
     if not names or (held_out and not data.held_out):
         raise DataError(
             f"nothing of {about} is held out (data.held_out={data.held_out:g}); "
@@ -101,10 +104,11 @@ def find(data: DataSettings, seed: int, held_out: bool, scratch: Path) -> Docume
         )
     random.Random(seed).shuffle(names)
     part = "held-out part of " if held_out else ""
+    count = f"{len(names)} of {len(every)}" if len(names) < len(every) else len(names)
     docs = Documents(
-        f"{part}{about} ({len(names)} files)", tuple(names), f"{len(contents)}:{digest[:16]}",
+        f"{part}{about} ({count} files)", tuple(names), f"{len(contents)}:{digest[:16]}",
         None if source == "text" else lambda text: (zlib.crc32(text) < border) == held_out,
-        READERS[source], data.text_key,
+        READERS[source], data.text_key, notes,
     )  # fmt: skip
     return _in_turn(docs, data.lanes) if held_out else docs
 
@@ -167,6 +171,22 @@ def _part_of_files(
     order = sorted(range(len(names)), key=lambda i: hashlib.sha256(os.fsencode(keys[i])).digest())
     count = min(max(1, round(fraction * len(names))), len(names) - 1) if fraction else 0
     return [names[i] for i in (order[:count] if held_out else order[count:])]
+
+
+def _much_is_held_out(
+    names: Sequence[str], keys: Sequence[str], trained: Sequence[str], fraction: float
+) -> tuple[str, ...]:
+    """Returns a note if the files that are not trained on have far more text than `fraction`."""
+    sizes = {name: int(key.rpartition(" ")[2]) for name, key in zip(names, keys, strict=True)}
+    held = sizes.keys() - set(trained)
+    share = sum(map(sizes.__getitem__, held)) / sum(sizes.values())
+    if share <= fraction + 0.1:
+        return ()
+    return (
+        f"data.held_out={fraction:g} holds out {100 * share:.1f} % of the text (the largest such "
+        f"file: {max(held, key=sizes.__getitem__)}), because it holds out whole files; set "
+        "data.held_out=0, or divide the text into more files",
+    )
 
 
 def _text(file: str, cursor: int, _key: str) -> Iterator[Piece]:

@@ -33,6 +33,8 @@ class Source:
     """Sequences read so far, over all ranks."""
     end_token: int | None = None
     """The token after each document if attention must not cross documents, else None."""
+    notes: Sequence[str] = ()
+    """Sentences for the operator about the selected data."""
 
     def read(self, count: int, rank: int, world: int) -> RankRows:
         """Returns this rank's part of the next `count` sequences.

@@ -126,7 +126,7 @@ class Stream(Source):
             self.end_token = int.from_bytes(self._words.end, sys.byteorder)
         docs = documents.find(data, seed, held_out, scratch)
         lanes = min(data.lanes, len(docs.files))
-        self.about = docs.about
+        self.about, self.notes = docs.about, docs.notes
         self.fingerprint = (
             f"source={data.source} seed={seed} seq_len={data.seq_len} tokenizer={data.tokenizer} "
             f"text_key={quote(data.text_key)} "

@@ -89,7 +89,25 @@ def test_files_without_documents_are_passed_over(tmp_path, source):
 
 def test_a_single_file_is_trained_on_whole(tmp_path):
     (tmp_path / "only.txt").write_text("one file")
-    assert stream_of(tmp_path, held_out=0.3).about.endswith("(1 files)")
+    whole = stream_of(tmp_path, held_out=0.3)
+    assert whole.about.endswith("(1 files)")
+    assert not whole.notes
+
+
+def test_a_note_names_the_held_out_files_if_they_are_most_of_the_text(tmp_path):
+    """One of two files is held out, whatever `data.held_out` is: here the one with the text."""
+    (tmp_path / "corpus.txt").write_text("text " * 19_992)
+    (tmp_path / "LICENSE").write_text("free " * 80)
+    stream = stream_of(tmp_path, held_out=0.01)
+    assert stream.about.endswith("(1 of 2 files)")
+    (note,) = stream.notes
+    assert "data.held_out=0.01 holds out 99.6 % of the text (" in note
+    assert "corpus.txt)" in note
+    assert not stream_of(tmp_path, held_out=0.01, part=True).notes
+    assert not stream_of(tmp_path, held_out=0.0).notes
+    for number in range(20):
+        (tmp_path / f"{number}.txt").write_text("text " * 20_000)
+    assert not stream_of(tmp_path, held_out=0.01).notes
 
 
 BROKEN = (
