@@ -165,7 +165,14 @@ def resume(
         )
     report.resume(found.step, found.tokens_total, jsonl.number(found.report, "first_loss"))
     report.record_event("resume", found.step, f"resumed from {path}", path=str(path))
-    return replace(found, data={}) if "data" in changed else found
+    if "data" not in changed:
+        return found
+    what = "; ".join(changed["data"])
+    report.record_event(
+        "note", found.step, f"the data have changed ({what}), so they are read from the beginning; "
+        "data that were trained on before may now be held out",
+    )  # fmt: skip
+    return replace(found, data={})
 
 
 def choose(settings: Settings, member: Member) -> tuple[Path, list[CheckpointError]] | None:

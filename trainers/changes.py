@@ -56,8 +56,8 @@ def compared(settings: Mapping[str, Any], world: int, stream: str) -> dict[str, 
 
 def refuse(
     path: Path, before: Mapping[str, Any], now: Mapping[str, Any], allow: str
-) -> frozenset[str]:
-    """Returns the groups of the values that differ between `before` and `now`.
+) -> Mapping[str, list[str]]:
+    """Returns the differences between `before` and `now` in words, by group.
 
     Both are results of `compared`; a value that only one of them has is ignored. Raises UsageError
     for a change in a group that `allow`, a value of `checkpoint.allow_change`, does not name.
@@ -74,7 +74,7 @@ def refuse(
         if FUNCTION not in refused:
             advice += f"; or allow this with --allow-change {','.join(sorted(refused))}"
         raise UsageError(f"{path} cannot be resumed with other settings: {what}{advice}")
-    return frozenset(changed)
+    return changed
 
 
 def _group(name: str) -> str:

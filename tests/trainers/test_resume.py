@@ -120,13 +120,14 @@ def test_a_resume_with_other_settings_names_each_and_takes_only_what_is_allowed(
 
     def attempt(parallel, member, changes):
         resolved = settings.resolve(CONFIG, {}, small(train__batch_size=2) | changes)
-        seed = resolved.settings.train.seed
+        seed, said = resolved.settings.train.seed, []
+        member.log = said.append
         try:
             report, parts = Report(resolved, member), made(2, parallel)
             found = build.resume(resolved.settings, member, report, parts, f"source=x seed={seed}")
         except UsageError as error:
             return str(error)
-        return found.step, found.data
+        return found.step, found.data, [text for text in said if "from the beginning" in text]
 
     def work(rank, parallel, member):
         return [
@@ -140,11 +141,15 @@ def test_a_resume_with_other_settings_names_each_and_takes_only_what_is_allowed(
     for (change, sentence), plain, allowed in zip(CHANGES, mine[::2], mine[1::2], strict=True):
         group = GROUP.get(min(change))
         if not sentence:
-            assert plain == allowed == (3, about)
+            assert plain == allowed == (3, about, [])
             continue
         assert sentence in plain
         assert (f"--allow-change {group}" in plain) == (group is not None)
         if group is None:
             assert sentence in allowed
+        elif group == "data":
+            assert allowed[:2] == (3, {})
+            (note,) = allowed[2]
+            assert sentence in note
         else:
-            assert allowed == (3, {} if group == "data" else about)
+            assert allowed == (3, about, [])
