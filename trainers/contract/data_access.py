@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from trainers.contract import environ
 
 DATASET = "HuggingFaceFW/fineweb-edu"
-MIRROR = "set data.path (--local-path) to a local mirror, or use data.source=text"
+MIRROR = "for a new run, set data.path (--local-path) to a local mirror, or use data.source=text"
 PROBE_S = 1.0
 SUFFIXES: dict[str, tuple[str, ...]] = {
     "text": ("",), "jsonl": (".jsonl", ".jsonl.gz"), "parquet": (".parquet",),

@@ -24,7 +24,9 @@ def test_the_hub_is_reached_through_a_proxy_which_a_training_inherits(name, sche
         monkeypatch.setenv(name, f"{scheme}127.0.0.1:{proxy.getsockname()[1]}")
         assert data_access.hub_problem() == ""
         assert name in environ.inherited()
-    assert "127.0.0.1 does not answer" in data_access.hub_problem()
+    problem = data_access.hub_problem()
+    assert "127.0.0.1 does not answer" in problem
+    assert "for a new run, set data.path" in problem, "a run cannot change from the hub to a mirror"
 
 
 @pytest.mark.parametrize("address", ["http://ann:pa/ss@host", "http://[ann:pass", "http://:pass@"])
