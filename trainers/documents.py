@@ -25,7 +25,7 @@ import pyarrow as pa
 from pyarrow import parquet
 
 from trainers.contract import data_access
-from trainers.failures import DataError
+from trainers.failures import DataError, reason
 from trainers.schema import DataSettings
 
 CHUNK_BYTES = 1 << 16
@@ -70,9 +70,8 @@ class Documents:
                 if self.keep is None or self.keep(piece[1]):
                     yield piece
         except READ_ERRORS as error:
-            advice = "check the network" if file.startswith(HUB) else REPAIR
-            why = str(error) or type(error).__name__
-            raise DataError(f"{file} cannot be read: {why}; {advice}") from error
+            advice = "check the network and HF_TOKEN" if file.startswith(HUB) else REPAIR
+            raise DataError(f"{file} cannot be read: {reason(error)}; {advice}") from error
 
 
 def find(data: DataSettings, seed: int, held_out: bool, scratch: Path) -> Documents:

@@ -81,6 +81,16 @@ def command(name: str, work: Callable[[], str]) -> int:
     return DONE
 
 
+def reason(error: BaseException) -> str:
+    """Returns the first line of an error's text, or the error's class if there is no text.
+
+    The text of an error of the hub may begin with a line that has only the id of the request.
+    """
+    lines = (line for line in str(error).splitlines() if line.strip())
+    named = (line for line in lines if not line.startswith("(Request ID"))
+    return next(named, type(error).__name__)[:200]
+
+
 def classify(error: BaseException) -> tuple[int, str]:
     """Returns two values for an error: exit code and sentence. `BUG` means an unexpected error."""
     if isinstance(error, TrainingError):

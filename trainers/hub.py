@@ -12,11 +12,17 @@ from huggingface_hub.errors import HfHubHTTPError
 from yaml import YAMLError
 
 from trainers.contract import data_access
-from trainers.failures import DataError
+from trainers.failures import DataError, reason
 from trainers.schema import DataSettings
 
 HUB_ERRORS: tuple[type[BaseException], ...] = (OSError, *HfHubHTTPError.__bases__)
 """OSError, and the error of the HTTP library that this version of huggingface_hub uses."""
+
+A_MIRROR = (
+    "a mirror is a folder with the README.md of the dataset and the parquet files that its configs "
+    "name"
+)
+ADVICE = f"check data.subset, the network and HF_TOKEN; {data_access.MIRROR}"
 
 
 def resolve(data: DataSettings, scratch: Path) -> tuple[str, list[str], list[str]]:
@@ -43,10 +49,9 @@ def resolve(data: DataSettings, scratch: Path) -> tuple[str, list[str], list[str
         entry = (lambda file: data_access.fingerprint(file, place)) if data.path else _content
         contents = [entry(file) for file in files]
     except (*HUB_ERRORS, ValueError, TypeError, KeyError, YAMLError, DatasetsError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise DataError(
-            f"{place} cannot be opened as {data.subset!r}: {reason}; a mirror is a folder with the "
-            "README.md of the dataset and the parquet files that its configs name"
+            f"{place} cannot be opened as {data.subset!r}: {reason(error)}; "
+            f"{A_MIRROR if data.path else ADVICE}"
         ) from error
     if not files:
         raise DataError(f"{place} has no files of {data.subset!r}; change data.subset")

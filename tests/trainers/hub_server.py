@@ -22,6 +22,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.server.breaks and self.server.breaks in self.path:
+            if self.server.status:
+                return self._send(self.server.status, b"", {"X-Request-Id": "Root=1-abc"})
             self.close_connection = True
             return None
         path = unquote(urlsplit(self.path).path).removeprefix(f"/datasets/{self.server.dataset}")
@@ -92,8 +94,8 @@ def etag(path: Path) -> str:
 class Hub(ThreadingHTTPServer):
     """One dataset at a revision; `served` lists the requests of files as (file, method, range).
 
-    A GET or HEAD request gets no answer, and its connection ends, if its path contains `breaks`. An
-    empty `breaks` has no effect.
+    If the path of a GET or HEAD request contains `breaks`, the answer is the error `status`; if
+    `status` is 0, there is no answer, and the connection ends. An empty `breaks` has no effect.
     """
 
     daemon_threads = True
@@ -101,7 +103,7 @@ class Hub(ThreadingHTTPServer):
     def __init__(self, folder: Path, dataset: str):
         super().__init__(("127.0.0.1", 0), Handler)
         self.folder, self.dataset = folder, dataset
-        self.revision, self.breaks = "0123456789" * 4, ""
+        self.revision, self.breaks, self.status = "0123456789" * 4, "", 0
         self.served: list[tuple[str, str, str]] = []
 
     @property

@@ -112,15 +112,24 @@ sys.exit(fwe_smoke.main(["--seq-len", "256", "--batch", "2"]))
 """
 
 
-@pytest.mark.parametrize("breaks", ["/api/", ".parquet"])
-def test_a_hub_that_ends_connections_is_told_in_one_sentence(mirror, tmp_path, breaks):
-    """The connections end without an answer while the dataset is opened, or while it is read."""
+FAILURES = [
+    ("/api/", 0, "cannot be opened as 'sample-10BT': "), (".parquet", 0, "cannot be read: "),
+    ("/api/", 429, "sample-10BT': 429 "), (".parquet", 403, "cannot be read: 403 "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("breaks", "status", "says"), FAILURES)
+def test_a_hub_that_fails_is_told_in_one_sentence(mirror, tmp_path, breaks, status, says):
+    """The hub ends connections or answers with an error, for the list of files or for a file."""
     with serve(mirror, data_access.DATASET) as served:
-        served.breaks = breaks
+        served.breaks, served.status = breaks, status
         flags = {"HF_ENDPOINT": served.endpoint, "HF_HUB_OFFLINE": "0", "PYTHONPATH": str(ROOT)}
         done = python(tmp_path, "-c", FAILING, cwd=tmp_path, **flags)
     assert done.returncode == DATA, done.stderr
-    assert "fwe_smoke: " in (sentence := done.stderr.splitlines()[-1])
+    *_, sentence = done.stderr.splitlines()
+    assert sentence.startswith("trainers.fwe_smoke: ")
+    assert says in sentence
+    assert "HF_TOKEN" in sentence
     assert "repair" not in sentence
     assert "Traceback" not in done.stderr
 

@@ -70,6 +70,7 @@ def test_gpt2_ends_each_document_with_its_end_token():
 def test_gpt2_replaces_half_a_pair_of_utf_16_as_tiktoken_does():
     """JSON may have such a text, for example half an emoji at the end of a cut text."""
     tokens = torch.frombuffer(
-        bytearray(bytewise().encode("a\ud83db".encode("utf-8", "surrogatepass"))), dtype=torch.uint16
+        bytearray(bytewise().encode("a\ud83db".encode("utf-8", "surrogatepass"))),
+        dtype=torch.uint16,
     )
     assert tokens.tolist() == [ord("a"), *"\ufffd".encode(), ord("b")]
