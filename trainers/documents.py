@@ -88,14 +88,15 @@ def find(data: DataSettings, seed: int, held_out: bool, scratch: Path) -> Docume
         from trainers import hub
 
         about, names, contents = hub.resolve(data, scratch)
+        unread = ""
     else:
-        root, names, contents = _list_files(data)
+        root, names, contents, unread = _list_files(data)
         about = f"{source} of {root if data.path else 'the Python standard library'}"
     digest = hashlib.sha256(os.fsencode("\0".join(contents))).hexdigest()
-    border, notes, every = round(data.held_out * (1 << 32)), (), names
+    border, every, much = round(data.held_out * (1 << 32)), names, ""
     if source == "text":
         names = _part_of_files(every, contents, data.held_out, held_out)
-        notes = () if held_out else _much_is_held_out(every, contents, names, data.held_out)
+        much = "" if held_out else _much_is_held_out(every, contents, names, data.held_out)
     if not names or (held_out and not data.held_out):
         raise DataError(
             f"nothing of {about} is held out (data.held_out={data.held_out:g}); "
@@ -107,7 +108,7 @@ def find(data: DataSettings, seed: int, held_out: bool, scratch: Path) -> Docume
     docs = Documents(
         f"{part}{about} ({count} files)", tuple(names), f"{len(contents)}:{digest[:16]}",
         None if source == "text" else lambda text: (zlib.crc32(text) < border) == held_out,
-        READERS[source], data.text_key, notes,
+        READERS[source], data.text_key, tuple(filter(None, (unread, much))),
     )  # fmt: skip
     return _in_turn(docs, data.lanes) if held_out else docs
 
@@ -132,8 +133,11 @@ def _in_turn(docs: Documents, count: int) -> Documents:
     return replace(docs, files=(docs.about,), keep=None, reader=read)
 
 
-def _list_files(data: DataSettings) -> tuple[Path, list[str], list[str]]:
-    """Returns the data folder, its selected files, and their entries in the fingerprint."""
+def _list_files(data: DataSettings) -> tuple[Path, list[str], list[str], str]:
+    """Returns the data folder, its selected files, their entries in the fingerprint, and a note.
+
+    The note names linked folders that are not read; it is "" if there are none.
+    """
     root, pattern = Path(data.path), data.pattern
     folders = [root]
     if not data.path:
@@ -147,6 +151,7 @@ def _list_files(data: DataSettings) -> tuple[Path, list[str], list[str]]:
             if data_access.is_read(file, root, data.source)
         ]
         contents = [data_access.fingerprint(file, root) for file in files]
+        unread = data_access.unread_folders(root, pattern) if data.path else ""
     except (OSError, ValueError, NotImplementedError) as error:
         raise DataError(
             f"cannot list the files {pattern!r} below {root}: {error}; change data.pattern or "
@@ -155,9 +160,9 @@ def _list_files(data: DataSettings) -> tuple[Path, list[str], list[str]]:
     if not files:
         raise DataError(
             f"no file with content below {root} matches {pattern!r} and is one of {data.source}; "
-            "change data.path"
+            "change data.path" + (unread and f"; {unread}")
         )
-    return root, files, contents
+    return root, files, contents, unread
 
 
 def _part_of_files(
@@ -174,17 +179,20 @@ def _part_of_files(
 
 def _much_is_held_out(
     names: Sequence[str], keys: Sequence[str], trained: Sequence[str], fraction: float
-) -> tuple[str, ...]:
-    """Returns a note if the files that are not trained on have far more text than `fraction`."""
+) -> str:
+    """Returns a note if the files that are not trained on have far more text than `fraction`.
+
+    Returns "" if they have not.
+    """
     sizes = {name: int(key.rpartition(" ")[2]) for name, key in zip(names, keys, strict=True)}
     held = sizes.keys() - set(trained)
     share = sum(map(sizes.__getitem__, held)) / sum(sizes.values())
     if share <= fraction + 0.1:
-        return ()
+        return ""
     return (
         f"data.held_out={fraction:g} holds out {100 * share:.1f} % of the text (the largest such "
         f"file: {max(held, key=sizes.__getitem__)}), because it holds out whole files; set "
-        "data.held_out=0, or divide the text into more files",
+        "data.held_out=0, or divide the text into more files"
     )
 
 

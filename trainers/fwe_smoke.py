@@ -48,11 +48,15 @@ def _fetch(argv: Sequence[str] | None) -> str:
         "data.path": "--local-path", "data.seq_len": "--seq-len", "train.batch_size": "--batch",
         "data.timeout_s": "--timeout",
     }  # fmt: skip
-    return check(settings.resolve(None, {}, wanted, origins=origins).settings, batches)
+    chosen = settings.resolve(None, {}, wanted, origins=origins).settings
+    return "; ".join(check(chosen, batches))
 
 
-def check(chosen: Settings, batches: int) -> str:
-    """Returns the source's description and the speed of `batches` batches. Raises DataError."""
+def check(chosen: Settings, batches: int) -> list[str]:
+    """Returns the source's description with the speed of `batches` batches, then its notes.
+
+    Raises DataError.
+    """
     import torch
 
     from trainers.loader import Loader, open_source
@@ -73,12 +77,13 @@ def check(chosen: Settings, batches: int) -> str:
         loader.close()
     tokens = batches * chosen.train.batch_size * chosen.data.seq_len
     p50_ms, p95_ms = (percentile_ms(fetches_s, percent) for percent in (50, 95))
-    return (
+    text = (
         f"{source.about}: {tokens / (time.perf_counter() - began - first_s):,.0f} tokens/s "
         f"({chosen.data.tokenizer}), fetch p50 {p50_ms:.2f} ms, p95 {p95_ms:.2f} ms, first "
         f"batch after {first_s:.1f} s, {batches} batches of {chosen.train.batch_size} × "
         f"{chosen.data.seq_len}"
     )
+    return [text, *source.notes]
 
 
 if __name__ == "__main__":

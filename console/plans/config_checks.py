@@ -290,7 +290,8 @@ def _data_problem(source: str, path: str, pattern: str) -> str:
     if source in ("text", "jsonl", "parquet") and path:
         root = Path(path)
         if not any(data_access.is_read(each, root, source) for each in root.glob(pattern)):
-            return f"{path} has no {source} file {pattern}; correct data.path or data.pattern"
+            why = f"{path} has no {source} file {pattern}; correct data.path or data.pattern"
+            return "; ".join(filter(None, (why, data_access.unread_folders(root, pattern))))
     return ""
 
 

@@ -12,7 +12,7 @@ from nsa import functional
 from nsa.attention import NSAttention
 from tests.trainers.runs import CONFIG, SMALL
 from trainers import device_probe, settings
-from trainers.device_probe import Phase, causality, compared, parity
+from trainers.device_probe import Phase, causality, compared, first_batch, parity
 
 TOKENS = {"data.seq_len": 64, "model.nsa.n_select": 4}
 CHUNKED = {"data.seq_len": 520, "model.nsa.n_select": 3, "train.precision": "bf16"}
@@ -112,6 +112,15 @@ def test_a_dense_phase_hides_no_difference_of_another_phase(monkeypatch):
     monkeypatch.setattr(functional, "attend_window", one_percent_off(functional.attend_window))
     result, text, _ = parity(phases)
     assert (result, text.startswith("phase 'smoke': ")) == ("fail", True), text
+
+
+def test_a_first_batch_warns_of_folders_that_are_not_read(tmp_path):
+    (tmp_path / "a.txt").write_text("text " * 9999)
+    of_text = phase(**{"data.source": "text", "data.path": str(tmp_path)})
+    assert first_batch([of_text, phase()])[0] == "pass"
+    (tmp_path / "linked").symlink_to(tmp_path)
+    result, text, _ = first_batch([of_text, phase()])
+    assert (result, "folders that are links: linked;" in text) == ("unknown", True)
 
 
 def test_a_gpu_far_below_its_peers_is_named():

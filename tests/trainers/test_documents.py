@@ -133,6 +133,26 @@ def test_a_broken_file_ends_in_one_sentence_that_names_it(tmp_path, how):
     loader.close()
 
 
+def test_a_note_names_linked_folders_which_the_pattern_does_not_enter(tmp_path):
+    write(tmp_path / "elsewhere/part/b.jsonl", ["b"] * 99)
+    folder = tmp_path / "data"
+    write(folder / "real/a.jsonl", ["a"] * 99)
+    for link in ("wiki", "real/books", ".hidden"):
+        (folder / link).symlink_to(tmp_path / "elsewhere")
+    for pattern in ("**/*", "**/*.jsonl", "real/**/*"):
+        stream = stream_of(folder, "jsonl", pattern=pattern)
+        assert stream.about.endswith("(1 files)")
+        (note,) = stream.notes
+        named = "real/books" if pattern.startswith("real") else "real/books, wiki"
+        assert f"folders that are links: {named};" in note
+    both = stream_of(folder, "jsonl", pattern="*/**/*")
+    assert both.about.endswith("(2 files)")
+    assert "folders that are links: real/books;" in both.notes[0]
+    assert not stream_of(folder, "jsonl", pattern="*/*").notes
+    with pytest.raises(DataError, match="folders that are links: real/books, wiki;"):
+        stream_of(folder, "text", pattern="**/*.txt")
+
+
 EMPTY = {
     "no file": ({}, {}, "data.path"),
     "another ending": ({"b.bin": b"x"}, {"pattern": "*.txt"}, "data.path"),

@@ -39,6 +39,24 @@ def is_read(file: Path, root: Path, source: str) -> bool:
     return named and file.is_file() and file.stat().st_size > 0
 
 
+def unread_folders(root: Path, pattern: str) -> str:
+    """Returns a sentence that names linked folders that `**` in `pattern` does not enter, or "".
+
+    Raises OSError, ValueError and NotImplementedError.
+    """
+    begin, stars, _ = pattern.partition("**")
+    folders = root.glob(f"{begin}**/*/") if stars else ()
+    links = [each.relative_to(root) for each in folders if each.is_symlink()]
+    names = sorted(str(each) for each in links if not any(p.startswith(".") for p in each.parts))
+    if not names:
+        return ""
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
+    return (
+        f"data.pattern={pattern} does not enter folders that are links: {shown}; a pattern such as "
+        "*/**/* enters those directly below data.path"
+    )
+
+
 def fingerprint(file: str, root: Path | str) -> str:
     """Returns a file's entry in the fingerprint: its path relative to `root`, and its size."""
     path = Path(file)

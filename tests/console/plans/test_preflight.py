@@ -228,6 +228,8 @@ def test_a_data_set_that_is_missing_is_refused(tmp_path):
         (tmp_path / "empty" / name).write_text(content)
         result, text = row("data", tmp_path, phase=phase)
         assert (result, f"{tmp_path / 'empty'} has no jsonl file **/*" in text) == ("fail", True)
+    (tmp_path / "empty/linked").symlink_to(tmp_path)
+    assert "folders that are links: linked;" in row("data", tmp_path, phase=phase)[1]
     (tmp_path / "empty/a.jsonl").write_text("{}")
     assert row("data", tmp_path, phase=phase) == ("pass", "jsonl")
     result, text = row(
