@@ -58,7 +58,7 @@ def measure(source: str, path: Path, world: int, seq_len: int) -> float:
             "data.seq_len": seq_len, "train.batch_size": BATCH_TOKENS // seq_len,
         },
     ).settings  # fmt: skip
-    loader = Loader(open_source(chosen, path), chosen, 0, world, torch.device("cpu"))
+    loader = Loader(open_source(chosen), chosen, 0, world, torch.device("cpu"))
     loader.wait_for_first()
     began = time.process_time()
     loader.fetch(BATCHES)

@@ -43,9 +43,9 @@ class Training:
     def __init__(self, settings: Settings, member: Member, report: Report):
         self.settings, self.member, self.report = settings, member, report
         self.parallel = parallel = make_strategy(settings, member)
-        train, device, run = settings.train, parallel.device, member.run
+        train, device = settings.train, parallel.device
         on_cuda = device.type == "cuda"
-        source = open_on_all_ranks(settings, run, parallel)
+        source = open_on_all_ranks(settings, parallel)
         allow_tf32(train.tf32)
         if not on_cuda:
             keep_freed_memory()
@@ -70,13 +70,13 @@ class Training:
         note = partial(report.record_event, "note", report.steps_done)
         for text in source.notes:
             note(text)
-        self.held_out = draw_held_out(settings, run, parallel, note)
+        self.held_out = draw_held_out(settings, parallel, note)
         cuda = torch.cuda if on_cuda else None
         self.phases = Phases(member.pulse, cuda, settings.report.nvtx)
         self.reduction = StepReduction(parallel.reduce, device)
         self.save_is_due = False
         """True while a periodic or requested checkpoint is due and its save has not started."""
-        self.saver = Saver(run, parts, settings.checkpoint, member.home.is_there)
+        self.saver = Saver(member.run, parts, settings.checkpoint, member.home.is_there)
         every = settings.report.memory_every
         self.inventory = Inventory(member, parallel, self.plain, self.optimizer, every)
         self.profiler = Profiler(member, report, settings.report)
@@ -104,16 +104,14 @@ def make_model(settings: Settings, parallel: Single) -> tuple[Transformer, nn.Mo
     return plain, model or parallel.wrap(plain)
 
 
-def draw_held_out(
-    settings: Settings, run: Path, parallel: Single, note: Callable[[str], None]
-) -> list[Batch]:
+def draw_held_out(settings: Settings, parallel: Single, note: Callable[[str], None]) -> list[Batch]:
     """Returns this rank's held-out batches, or [] if `eval.every` is 0. Raises DataError.
 
     If the batches repeat data, `note` is called with one sentence.
     """
     if not settings.eval.every:
         return []
-    source = open_on_all_ranks(settings, run, parallel, held_out=True)
+    source = open_on_all_ranks(settings, parallel, held_out=True)
     count, device = settings.train.batch_size * parallel.world, parallel.device
 
     def read() -> Batch:

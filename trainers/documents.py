@@ -74,20 +74,20 @@ class Documents:
             raise DataError(f"{file} cannot be read: {reason(error)}; {advice}") from error
 
 
-def find(data: DataSettings, seed: int, held_out: bool, scratch: Path) -> Documents:
+def find(data: DataSettings, seed: int, held_out: bool) -> Documents:
     """Returns the documents that the settings select, in files that are shuffled by the seed.
 
     For the source `text`, a fraction of the files is held out. For other sources, a fraction of the
     documents is held out; a hash of the content decides, so that no copy of a held-out document is
     trained on. This part has one document of each of `data.lanes` files in turn, and is one file,
-    so that an evaluation reads documents of many files, and none twice before all are read.
-    `scratch` is a directory for temporary files. Raises DataError.
+    so that an evaluation reads documents of many files, and none twice before all are read. Raises
+    DataError.
     """
     source = data.source
     if source == "fineweb_edu":
         from trainers import hub
 
-        about, names, contents = hub.resolve(data, scratch)
+        about, names, contents = hub.resolve(data)
         unread = ""
     else:
         root, names, contents, unread = _list_files(data)

@@ -8,10 +8,8 @@ stderr says why.
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from trainers import failures, settings
@@ -62,8 +60,7 @@ def check(chosen: Settings, batches: int) -> list[str]:
     from trainers.loader import Loader, open_source
 
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="nsa-smoke-") as scratch:
-        source = open_source(chosen, Path(scratch))
+    source = open_source(chosen)
     loader = Loader(source, chosen, rank=0, world=1, device=torch.device("cpu"))
     try:
         loader.wait_for_first()

@@ -25,7 +25,7 @@ A_MIRROR = (
 ADVICE = f"check data.subset, the network and HF_TOKEN; {data_access.MIRROR}"
 
 
-def resolve(data: DataSettings, scratch: Path) -> tuple[str, list[str], list[str]]:
+def resolve(data: DataSettings) -> tuple[str, list[str], list[str]]:
     """Returns a description, the files of the training split, and their fingerprint entries.
 
     Raises DataError.
@@ -41,7 +41,7 @@ def resolve(data: DataSettings, scratch: Path) -> tuple[str, list[str], list[str
         named = {each["config_name"]: each for each in configs}
         if data.subset not in named:
             raise ValueError(f"its card has no such configuration, only {', '.join(named)}")
-        with tempfile.TemporaryDirectory(prefix=".datasets-", dir=scratch) as cache:
+        with tempfile.TemporaryDirectory(prefix="nsa-datasets-") as cache:
             builder = load_dataset_builder(
                 place, data_files=named[data.subset]["data_files"], cache_dir=cache
             )

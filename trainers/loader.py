@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -195,13 +194,13 @@ def document_offsets(inputs: Tensor, end_token: int) -> tuple[int, ...]:
     return (0, *(last.flatten().nonzero().flatten() + 1).tolist())
 
 
-def open_source(settings: Settings, run: Path, held_out: bool = False) -> Source:
+def open_source(settings: Settings, held_out: bool = False) -> Source:
     """Returns the source that the settings name, or its held-out part.
 
     Raises DataError if the source is empty or cannot be opened within data.timeout_s.
     """
     about = f"{settings.data.source} {settings.data.path}".rstrip()
-    open_it = partial(_source, settings, run, held_out)
+    open_it = partial(_source, settings, held_out)
     return within_limit(open_it, "no answer", about, settings.data)
 
 
@@ -227,16 +226,14 @@ def within_limit(work: Callable[[], Result], what: str, about: str, data: DataSe
     return result.result()
 
 
-def open_on_all_ranks(
-    settings: Settings, run: Path, parallel: Single, held_out: bool = False
-) -> Source:
+def open_on_all_ranks(settings: Settings, parallel: Single, held_out: bool = False) -> Source:
     """Opens the source; all ranks must call this function.
 
     If a rank cannot open the source, that rank raises its error, and the others raise DataError.
     All ranks raise DataError if the files of a rank differ from those of rank 0.
     """
     try:
-        source = open_source(settings, run, held_out)
+        source = open_source(settings, held_out)
     except Exception:  # any error: the other ranks wait for this rank
         parallel.gather(FAILED)
         raise
@@ -260,11 +257,11 @@ def _late(what: str, about: str, data: DataSettings) -> str:
     )
 
 
-def _source(settings: Settings, run: Path, held_out: bool) -> Source:
+def _source(settings: Settings, held_out: bool) -> Source:
     data, seed = settings.data, settings.train.seed
     if data.source in DRAWN:
         return (Recall if data.source == "recall" else Synthetic)(data, seed, held_out)
     # Imported here because only runs on documents need pyarrow, which imports slowly.
     from trainers.stream import Stream
 
-    return Stream(data, seed, run, held_out)
+    return Stream(data, seed, held_out)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -117,14 +116,14 @@ class Stream(Source):
     Each rank reads all lanes and uses its part, so a position is valid for any number of ranks.
     """
 
-    def __init__(self, data: DataSettings, seed: int, scratch: Path, held_out: bool = False):
+    def __init__(self, data: DataSettings, seed: int, held_out: bool = False):
         self.seq_len = self.scored = data.seq_len
         separate = data.documents == "separate"
         end = b"" if data.source == "text" and not separate else END_OF_DOCUMENT
         self._words = tokenizer.build(data.tokenizer, end)
         if separate:
             self.end_token = int.from_bytes(self._words.end, sys.byteorder)
-        docs = documents.find(data, seed, held_out, scratch)
+        docs = documents.find(data, seed, held_out)
         lanes = min(data.lanes, len(docs.files))
         self.about, self.notes = docs.about, docs.notes
         self.fingerprint = (

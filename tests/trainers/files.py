@@ -54,7 +54,7 @@ def spoil(path: Path, how: str) -> None:
 def stream_of(path: Path, source: str = "text", seed: int = 0, part: bool = False, **changes):
     changes = {"seq_len": 100, "lanes": 3, "held_out": 0.0} | changes
     data = DataSettings(source=source.partition(".")[0], path=str(path), **changes)  # type: ignore[arg-type]
-    return Stream(data, seed, path, held_out=part)
+    return Stream(data, seed, held_out=part)
 
 
 def text_from(rows: torch.Tensor) -> bytes:

@@ -41,7 +41,7 @@ def mirror(tmp_path_factory):
 
 def test_a_mirror_is_the_files_of_the_named_configuration(mirror, tmp_path, monkeypatch):
     data = DataSettings(source="fineweb_edu", path=str(mirror))
-    docs = find(data, 0, False, tmp_path)
+    docs = find(data, 0, False)
     assert sorted(Path(file).name for file in docs.files) == [
         "000.parquet", "001.parquet", "002.parquet",
     ]  # fmt: skip
@@ -49,7 +49,7 @@ def test_a_mirror_is_the_files_of_the_named_configuration(mirror, tmp_path, monk
     os.symlink(mirror, moved)
     monkeypatch.chdir(tmp_path)
     for path in (str(moved), "moved", f"../{tmp_path.name}/moved/"):
-        again = find(DataSettings(source="fineweb_edu", path=path), 0, False, tmp_path)
+        again = find(DataSettings(source="fineweb_edu", path=path), 0, False)
         assert again.digest == docs.digest, "a mirror may be moved between two runs"
     assert not [path for path in tmp_path.iterdir() if path != moved]
 
@@ -62,13 +62,11 @@ def test_the_loader_check_reads_a_mirror_and_prints_its_pace(mirror, capsys):
 
 
 FROM_THE_HUB = """
-import sys
-from pathlib import Path
 from trainers import fwe_smoke
 from trainers.schema import DataSettings
 from trainers.stream import Stream
 assert fwe_smoke.main(["--seq-len", "256", "--batch", "2"]) == 0
-stream = Stream(DataSettings(source="fineweb_edu"), 0, Path.cwd())
+stream = Stream(DataSettings(source="fineweb_edu"), 0)
 assert all("@{revision}/" in file for lane in stream._lanes for file in lane._files)
 print(stream.fingerprint)
 print(bytes(stream.read(40, 0, 1)[0].flatten().tolist()).hex())
@@ -96,7 +94,7 @@ def test_a_hub_is_read_by_ranges_at_one_revision_and_gives_the_bytes_of_its_mirr
     assert said.startswith("HuggingFaceFW/fineweb-edu sample-10BT (3 files)")
     assert all(word in said for word in ("tokens/s", "p50", "p95", "20 batches of 2 × 256"))
     data = DataSettings(source="fineweb_edu", path=str(mirror))
-    expected = Stream(data, 0, tmp_path).read(40, 0, 1)[0]
+    expected = Stream(data, 0).read(40, 0, 1)[0]
     assert bytes.fromhex(came) == bytes(expected.flatten().tolist())
     assert {name for name, _ in asked} == {
         "README.md", "000.parquet", "001.parquet", "002.parquet",
@@ -148,7 +146,7 @@ def test_no_network_is_told_within_a_second_or_two(tmp_path, monkeypatch, capsys
             monkeypatch.setenv("HF_ENDPOINT", endpoint)
             began = time.monotonic()
             with pytest.raises(DataError, match=r"127\.0\.0\.1 does not answer.*--local-path"):
-                find(data, 0, False, tmp_path)
+                find(data, 0, False)
             assert time.monotonic() - began < 60
         for each in waiting:
             each.close()

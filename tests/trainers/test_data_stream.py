@@ -171,7 +171,7 @@ def test_wide_tokens_are_packed_and_resumed_like_bytes(tmp_path_factory, lengths
     path = tmp_path_factory.mktemp("wide")
     write(path / "a.jsonl", ["ä" * length for length in lengths])
     data = DataSettings(source="jsonl", path=str(path), held_out=0.0)
-    docs = documents.find(data, 0, False, path)
+    docs = documents.find(data, 0, False)
     lane, later = (Lane(docs, 0, 1, Pairs(), seq_len) for _ in range(2))
     taken = [lane.take() for _ in range(stop)]
     expected = b"".join(b"\xc3\xa4" * length + b"\xff\xff" for length in lengths)

@@ -182,7 +182,7 @@ def test_rows_without_text_end_in_a_sentence_and_in_no_endless_loop(tmp_path):
 def test_pieces_of_text_cut_no_character(tmp_path):
     (tmp_path / "a.txt").write_text("日本語\n" * CHUNK_BYTES)
     data = DataSettings(source="text", path=str(tmp_path))
-    docs = documents.find(data, 0, False, tmp_path)
+    docs = documents.find(data, 0, False)
     pieces = [data.decode() for _, data, _ in docs.read(docs.files[0], 0)]
     assert len(pieces) > 1
     assert "".join(pieces) == "日本語\n" * CHUNK_BYTES

@@ -116,18 +116,16 @@ def test_every_fetch_has_a_time_limit_and_says_what_did_not_come():
             broken.wait_for_first()
 
 
-def test_a_source_that_hangs_ends_in_a_sentence_and_one_that_raises_in_its_error(
-    monkeypatch, tmp_path
-):
+def test_a_source_that_hangs_ends_in_a_sentence_and_one_that_raises_in_its_error(monkeypatch):
     monkeypatch.setattr(loader, "_source", lambda *_: threading.Event().wait())
     with pytest.raises(DataError, match=r"no answer from synthetic within 0\.05 s"):
-        open_source(small(**{"data.timeout_s": 0.05}), tmp_path)
+        open_source(small(**{"data.timeout_s": 0.05}))
     for error, raised in ((ZeroDivisionError, ZeroDivisionError), (Panic, DataError)):
         monkeypatch.setattr(loader, "_source", raising(error()))
         with pytest.raises(raised):
-            open_source(small(), tmp_path)
+            open_source(small())
     monkeypatch.undo()
-    assert isinstance(open_source(small(), tmp_path), Synthetic)
+    assert isinstance(open_source(small()), Synthetic)
 
 
 def raising(error: BaseException):
@@ -227,16 +225,14 @@ def test_skipped_data_is_that_of_the_named_steps_after_another_batch_and_a_secon
     assert first("8:9", 4, (5, 28), skip=state["skip"])[0] == [28, 32, 40]
 
 
-def test_held_out_data_that_do_not_come_in_time_end_the_training(tmp_path, monkeypatch):
+def test_held_out_data_that_do_not_come_in_time_end_the_training(monkeypatch):
     read, released = Synthetic.read, threading.Event()
     monkeypatch.setattr(Synthetic, "read", lambda *given: released.wait(60) and read(*given))
     given = {"eval.every": 1, "eval.batches": 1}
     with pytest.raises(DataError, match=r"no held-out batch from .* within 1 s"):
-        build.draw_held_out(
-            small(**given, **{"data.timeout_s": 1}), tmp_path, Single(CPU), pytest.fail
-        )
+        build.draw_held_out(small(**given, **{"data.timeout_s": 1}), Single(CPU), pytest.fail)
     released.set()
-    assert len(build.draw_held_out(small(**given), tmp_path, Single(CPU), pytest.fail)) == 1
+    assert len(build.draw_held_out(small(**given), Single(CPU), pytest.fail)) == 1
 
 
 def test_a_note_says_that_the_evaluation_reads_its_data_more_than_once(tmp_path):
@@ -246,7 +242,7 @@ def test_a_note_says_that_the_evaluation_reads_its_data_more_than_once(tmp_path)
     said = []
     for batches in (9, 10):
         chosen = small(**text | {"eval.every": 1, "eval.batches": batches, "data.timeout_s": 60})
-        assert len(build.draw_held_out(chosen, tmp_path, Single(CPU), said.append)) == batches
+        assert len(build.draw_held_out(chosen, Single(CPU), said.append)) == batches
     (note,) = said  # 9 batches of 8 sequences of 8 tokens are less than 600 tokens
     assert "held-out part of text" in note
     assert "(80 sequences of 8)" in note
@@ -273,10 +269,10 @@ def test_all_ranks_open_the_same_data_or_none_does(tmp_path, case, monkeypatch):
     contents, expected = RANKS[case]
     plain = loader._source
 
-    def opens(chosen, run, held_out):
-        if b"bug" in contents[int(run.name)]:
+    def opens(chosen, held_out):
+        if b"bug" in contents[int(chosen.data.path[-1])]:
             raise Panic("a panic")
-        return plain(chosen, run, held_out)
+        return plain(chosen, held_out)
 
     if b"bug" in contents:
         monkeypatch.setattr(loader, "_source", opens)
@@ -289,7 +285,7 @@ def test_all_ranks_open_the_same_data_or_none_does(tmp_path, case, monkeypatch):
         del member
         folder = tmp_path / str(rank)
         chosen = small(**{"data.source": "text", "data.path": str(folder), "data.timeout_s": 60})
-        assert open_on_all_ranks(chosen, folder, parallel).position == 0
+        assert open_on_all_ranks(chosen, parallel).position == 0
 
     ends = together([tmp_path / f"run{rank}" for rank in range(3)], work)
     for end, words in zip(ends, expected, strict=True):

@@ -128,7 +128,7 @@ def test_the_call_of_the_innermost_own_code_decides(frames, kind):
 
 
 @pytest.mark.parametrize("work", ["open", "draw", "fetch"])
-def test_a_training_that_waits_for_its_data_waits_for_its_loader(monkeypatch, tmp_path, work):
+def test_a_training_that_waits_for_its_data_waits_for_its_loader(monkeypatch, work):
     """The frames are those of a thread that waits until the data come."""
     reads, come = threading.Event(), threading.Event()
     read, chosen = Synthetic.read, resolve(None, {}, {"eval.every": 1, "eval.batches": 1}).settings
@@ -141,7 +141,7 @@ def test_a_training_that_waits_for_its_data_waits_for_its_loader(monkeypatch, tm
     monkeypatch.setattr(Synthetic, "read", late)
     if work == "open":
         monkeypatch.setattr(loader, "_source", lambda *_: late(Synthetic(chosen.data, 0), 1, 0, 1))
-    waits = threading.Thread(target=WAITING[work], args=(chosen, tmp_path))
+    waits = threading.Thread(target=WAITING[work], args=(chosen,))
     waits.start()
     assert reads.wait(60)
     kind, began = "", time.monotonic()
@@ -156,8 +156,8 @@ def test_a_training_that_waits_for_its_data_waits_for_its_loader(monkeypatch, tm
 
 WAITING = {
     "open": loader.open_source,
-    "draw": lambda chosen, run: build.draw_held_out(chosen, run, Single(CPU), pytest.fail),
-    "fetch": lambda chosen, _: Loader(Synthetic(chosen.data, 0), chosen, 0, 1, CPU).fetch(),
+    "draw": lambda chosen: build.draw_held_out(chosen, Single(CPU), pytest.fail),
+    "fetch": lambda chosen: Loader(Synthetic(chosen.data, 0), chosen, 0, 1, CPU).fetch(),
 }
 
 
