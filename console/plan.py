@@ -1,4 +1,4 @@
-"""Parses plans from YAML into frozen data.
+"""Parses plans into frozen data; `console.plans.plan_file` reads their files.
 
 An unknown key raises UsageError, except a name in `set`, `gates` or `rules`.
 """
@@ -9,11 +9,10 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
-from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from trainers.contract import flags, values, yamlfile
+from trainers.contract import flags, values
 from trainers.contract.errors import UsageError, did_you_mean
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,47}")
@@ -198,46 +197,6 @@ def highest_p(variants: int) -> float:
 MERGED_KEYS = ("flags", "set", "gates", "expects")
 SHARED_KEYS = ("nproc", "module", "script", "config", *MERGED_KEYS)
 """Keys that a plan may set for all its phases (see `_phase`)."""
-PLANS = Path(__file__).resolve().parents[1] / "configs" / "plans"
-
-
-def load(path: Path) -> Plan:
-    """Returns the plan in a YAML file; a plan without a name gets the stem of the file.
-
-    A plan is merged into the plan that it extends. Phases of the same name are merged, new phases
-    follow, and a null removes an entry. Raises UsageError with a message that names a file.
-    """
-    document: dict[str, Any] = {}
-    for _, each in yamlfile.load_chain(path, "extends", _files):
-        base = {key: document[key] for key in document if key not in ("name", "about")}
-        document = _merged(base, each)
-    return parse({"name": path.stem} | document, str(path))
-
-
-def _files(path: Path, name: str) -> Iterator[Path]:
-    """Yields the paths where the plan `name`, which the plan at `path` extends, may be."""
-    if NAME.fullmatch(name):
-        yield from (path.with_name(f"{name}.yaml"), PLANS / f"{name}.yaml")
-
-
-def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `base` with the values of `over`; mappings and lists of phases are merged."""
-    found = {**base, **over}
-    for key in base.keys() & over.keys():
-        old, new = base[key], over[key]
-        if isinstance(old, dict) and isinstance(new, dict):
-            found[key] = _merged(old, new)
-        elif key == "phases" and isinstance(old, list) and isinstance(new, list):
-            names = [each.get("name") if isinstance(each, dict) else None for each in old]
-            found[key] = list(old)
-            for each in new:
-                name = each.get("name") if isinstance(each, dict) else None
-                if name is not None and name in names:
-                    place = names.index(name)
-                    found[key][place] = _merged(old[place], each)
-                else:
-                    found[key].append(each)
-    return found
 
 
 def parse(document: Mapping[str, Any], where: str) -> Plan:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from console import plan as plans_module
 from console.diagnose import rules
 from console.plan import Plan
-from console.plans import gates
+from console.plans import gates, plan_file
 from trainers.contract.errors import UsageError, did_you_mean
 
-PROJECT = plans_module.PLANS.parents[1]
+PROJECT = plan_file.PLANS.parents[1]
 FOLDER = Path("configs") / "plans"
 ENDINGS = (".yaml", ".yml")
 
@@ -51,7 +50,7 @@ def find(name: str) -> Path:
 def load(name: str) -> Plan:
     """Returns a plan whose name, gates and watch rules were checked. Raises UsageError."""
     path, known = find(name), files()
-    plan = plans_module.load(path)
+    plan = plan_file.load(path)
     named = known.get(plan.name)
     is_misnamed = plan.name != path.stem and any(map(path.samefile, known.values()))
     is_other = not named.samefile(path) if named else is_misnamed

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from console import plan
+from console.plans import plan_file
 from trainers.contract import flags, yamlfile
 from trainers.contract.errors import UsageError
 
@@ -19,7 +20,7 @@ MINIMAL = {"name": "p", "phases": [{"name": "a"}]}
 
 @pytest.mark.parametrize("path", PLANS, ids=lambda p: p.stem)
 def test_every_shipped_plan_loads_and_is_named_like_its_file(path):
-    assert plan.load(path).name == path.stem
+    assert plan_file.load(path).name == path.stem
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from console import plan
+from console.plans import plan_file
 from trainers.contract.errors import UsageError
 
 BASE = """
@@ -43,7 +44,7 @@ def folder(tmp_path):
 
 
 def test_the_keys_of_a_plan_hold_for_its_phases_which_override_single_entries(folder):
-    one, two, foreign = plan.load(folder / "base.yaml").phases
+    one, two, foreign = plan_file.load(folder / "base.yaml").phases
     assert dict(one.set) == {"train.steps": 9, "train.lr": 2}
     assert dict(one.gates) == {"no_stall": True, "steps_done": 9}
     assert dict(two.gates) == {}
@@ -58,7 +59,7 @@ def test_a_null_removes_an_entry_of_every_mapping(folder):
         "extends: middle\nenv: {NCCL_DEBUG: null}\nwatch: {rules: {late: null}}\nphases:\n"
         "  - {name: mb, rounds: 11, variants: {a: {set: {train.lr: null}}, b: {}}}\n"
     )
-    found = plan.load(folder / "child.yaml")
+    found = plan_file.load(folder / "child.yaml")
     assert dict(found.env) == {"OMP_NUM_THREADS": "1"}
     assert [*found.watch.rules] == ["stall"]
     assert dict(found.phases[-1].set) == {"train.steps": 9, "train.lr": 1}
@@ -70,14 +71,14 @@ def test_a_null_removes_the_sweep_of_a_phase(folder):
     child = "extends: middle\nphases:\n  - {{name: mb, {}}}\n"
     for words in ("variants: null", "variants: null, rounds: null"):
         (folder / "child.yaml").write_text(child.format(words))
-        assert [phase.name for phase in plan.load(folder / "child.yaml").phases][-1:] == ["mb"]
+        assert [phase.name for phase in plan_file.load(folder / "child.yaml").phases][-1:] == ["mb"]
     (folder / "middle.yaml").write_text("extends: base\nphases:\n  - {name: mb, rounds: 11}\n")
     with pytest.raises(UsageError, match="'variants' must name 2 to"):
-        plan.load(folder / "middle.yaml")
+        plan_file.load(folder / "middle.yaml")
 
 
 def test_a_plan_that_extends_another_changes_only_what_it_names(folder):
-    found = plan.load(folder / "child.yaml")
+    found = plan_file.load(folder / "child.yaml")
     assert (found.name, found.about) == ("child", "")
     assert [phase.name for phase in found.phases] == ["one", "two", "foreign", "three"]
     one, two, _, three = found.phases
@@ -90,7 +91,7 @@ def test_a_plan_that_extends_another_changes_only_what_it_names(folder):
 
 
 def test_what_a_launch_stores_is_read_back_as_the_same_plan(folder):
-    found = plan.load(folder / "child.yaml")
+    found = plan_file.load(folder / "child.yaml")
     assert plan.parse(json.loads(json.dumps(found.as_dict())), "plan.json") == found
 
 
@@ -106,31 +107,31 @@ WRONG = [
 def test_what_cannot_be_extended_or_expected_gets_one_sentence(folder, text, said):
     (folder / "base.yaml").write_text(f"name: base\n{text}")
     with pytest.raises(UsageError, match=said) as error:
-        plan.load(folder / "base.yaml")
+        plan_file.load(folder / "base.yaml")
     assert "\n" not in str(error.value)
 
 
 def test_a_plan_without_a_name_has_that_of_its_file_and_a_phase_needs_one(folder):
     (folder / "night.yaml").write_text("extends: child\ngates: {no_stall: true}\n")
-    assert plan.load(folder / "night.yaml").name == "night"
+    assert plan_file.load(folder / "night.yaml").name == "night"
     (folder / "night.yaml").write_text("phases: [{nproc: 1}]\n")
     with pytest.raises(UsageError, match="phase 1: 'name' is missing"):
-        plan.load(folder / "night.yaml")
+        plan_file.load(folder / "night.yaml")
 
 
 def test_a_plan_can_extend_the_projects_plan_of_its_own_name(tmp_path):
     (tmp_path / "cpu_smoke.yaml").write_text("name: cpu_smoke\nextends: cpu_smoke\nnproc: 1\n")
-    found = plan.load(tmp_path / "cpu_smoke.yaml")
+    found = plan_file.load(tmp_path / "cpu_smoke.yaml")
     assert [phase.nproc for phase in found.phases] == [1, 1, 1]
 
 
 def test_a_plan_that_extends_a_sweep_can_leave_a_variant_out(folder):
     sweep = "{name: mb, rounds: 11, variants: {a: {}, b: {}, c: {}}}"
     (folder / "base.yaml").write_text(f"name: base\nphases: [{sweep}]\n")
-    assert len(plan.load(folder / "base.yaml").phases) == 33
+    assert len(plan_file.load(folder / "base.yaml").phases) == 33
     fewer = "{name: mb, rounds: 11, set: {train.steps: 3}, variants: {b: null}}"
     (folder / "child.yaml").write_text(f"name: child\nextends: base\nphases: [{fewer}]\n")
-    found = plan.load(folder / "child.yaml").phases
+    found = plan_file.load(folder / "child.yaml").phases
     assert [phase.name for phase in found[:2]] == ["mb-1-a", "mb-1-c"]
     assert len(found) == 22
     assert all(dict(phase.set) == {"train.steps": 3} for phase in found)

@@ -11,10 +11,9 @@ import time
 import pytest
 
 from console import actions
-from console import plan as plans
 from console.cli import main
 from console.plan import Restart
-from console.plans import gate_check
+from console.plans import gate_check, plan_file
 from console.run_state import Facts, decide
 from console.sources import process
 from console.supervisor import cross_check, launch_spec
@@ -40,7 +39,7 @@ def launch(tmp_path):
     file = write_plan(
         tmp_path, phases=[phase("one", "member.py", 9, gates={"steps_done": 9}), phase("two", "x")]
     )
-    given = launch_spec.LaunchSpec("here", plans.load(file), "tester")
+    given = launch_spec.LaunchSpec("here", plan_file.load(file), "tester")
     path = tmp_path / "here"
     run = path / "0-one"
     run.mkdir(parents=True, mode=0o700)

@@ -9,9 +9,9 @@ import time
 import pytest
 
 from console import actions, status_text
-from console import plan as plans
 from console.model import State
 from console.plan import Restart
+from console.plans import plan_file
 from console.sources import process
 from console.sources.run import RunSource
 from console.supervisor import restart
@@ -88,7 +88,7 @@ def test_the_policy_in_the_documents_is_one_that_a_plan_takes(tmp_path):
     (line,) = [line.strip() for line in page.splitlines() if line.strip().startswith("restart: {")]
     path = tmp_path / "plan.yaml"
     path.write_text(f"name: x\nphases: [{{name: one}}]\n{line}\n")
-    assert plans.load(path).restart == Restart("crash", 3, 10.0)
+    assert plan_file.load(path).restart == Restart("crash", 3, 10.0)
 
 
 def test_a_killed_rank_begins_a_new_attempt_with_its_own_logs_and_records(begin, tmp_path):
