@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from trainers.contract.errors import UsageError
 MAX_BYTES = 256 << 10
 MAX_DEPTH = 16
 MOST_FILES = 5
+TEXTS = re.compile(r"[-+]?0[0-7_]+|.*:.*")
+"""Numbers of YAML 1.1 that stay text: 010 would be 8 (octal), and 1:30 would be 90 (base 60)."""
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -59,6 +62,11 @@ def parse(data: bytes | str, name: str) -> dict[str, Any]:
     class Loader(yaml.SafeLoader):
         """Rejects duplicate keys, deep nesting and, to limit the size of the data, aliases."""
 
+        def resolve(self, kind: Any, value: Any, implicit: Any) -> Any:
+            tag = super().resolve(kind, value, implicit)
+            is_number = tag.endswith((":int", ":float"))
+            return self.DEFAULT_SCALAR_TAG if is_number and TEXTS.fullmatch(value) else tag
+
         def compose_node(self, parent: Any, index: Any) -> Any:
             if self.check_event(yaml.AliasEvent):
                 raise yaml.YAMLError("aliases (*name) are not allowed here; write the value out")
@@ -81,15 +89,22 @@ def parse(data: bytes | str, name: str) -> dict[str, Any]:
 
     try:
         document = yaml.load(data, Loader)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
-        where = getattr(error, "problem_mark", None)
-        line = f" line {where.line + 1}" if where is not None else ""
-        what = getattr(error, "problem", None) or str(error).splitlines()[0]
-        if what.startswith("mapping values are not allowed"):
-            what = "several values in one line; write one per line, or all of them in { }"
-        raise UsageError(f"{name}{line} is not valid YAML: {what}") from error
+    except (yaml.YAMLError, RecursionError, ValueError, LookupError, AttributeError) as error:
+        raise UsageError(f"{name}{_problem(error)}") from error
     if document is None:
         return {}
     if not isinstance(document, dict):
         raise UsageError(f"{name} is a {type(document).__name__}; it must be key: value lines")
     return document
+
+
+def _problem(error: Exception) -> str:
+    """Returns the line in which an error was found, if it is known, and what is wrong there."""
+    where = getattr(error, "problem_mark", None)
+    line = f" line {where.line + 1}" if where is not None else ""
+    what = getattr(error, "problem", None) or str(error).splitlines()[0]
+    if what.startswith("mapping values are not allowed"):
+        what = "several values in one line; write one per line, or all of them in { }"
+    elif isinstance(error, LookupError | AttributeError):  # from PyYAML's conversions by tag
+        what = "a value does not fit its !!tag"
+    return f"{line} is not valid YAML: {what}"

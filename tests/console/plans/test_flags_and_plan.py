@@ -90,12 +90,23 @@ def test_any_text_is_a_mapping_or_a_usage_error(text):
         ("- 1\n- 2\n", "key: value"),
         ("a: [1\n", "line"),
         ("? [1, 2]\n: 3\n", "YAML"),
+        ("a: !!bool x", "a value does not fit its !!tag"),
+        ("a: !!timestamp x", "a value does not fit its !!tag"),
+        ('a: !!int ""', "a value does not fit its !!tag"),
     ],
 )
 def test_yaml_tricks_are_refused_by_name(text, words):
     with pytest.raises(UsageError) as caught:
         yamlfile.parse(text, "x.yaml")
     assert words in str(caught.value)
+
+
+def test_numbers_that_only_yaml_1_1_knows_stay_text():
+    """Otherwise a phase that may take 1:30 hours would get 90, and `nproc: 010` would be 8."""
+    texts = ["010", "-07", "000", "1:30", "20:22", "1:30.5"]
+    assert yamlfile.parse(f"a: [{', '.join(texts)}]", "x.yaml") == {"a": texts}
+    numbers = yamlfile.parse("a: [0, 10, -1, 0.5, 007.5, 0x10, 1_000, 1.0e+3]", "x.yaml")
+    assert numbers == {"a": [0, 10, -1, 0.5, 7.5, 16, 1000, 1000.0]}
 
 
 def test_a_flag_in_the_environment_that_no_table_knows_is_an_error():
