@@ -234,36 +234,40 @@ def _phases(raw: Any, shared: Mapping[str, Any], where: str) -> Iterator[Phase]:
     Every second round has the reverse order, to balance a steady drift of the machine.
     """
     raw, keys = _mapping(raw, where), get_type_hints(Sweep)
-    base = _phase({k: v for k, v in raw.items() if k not in keys}, shared, where)
+    own = {k: v for k, v in raw.items() if k not in keys}
+    base = _phase(own, shared, where)
     given = {k: v for k, v in raw.items() if k in keys and v is not None}  # null removes a key
     if raw.get("variants", "") is None or not given:
         yield base
         return
     sweep = section(Sweep, given, where)
-    named = list(sweep.variants.items())
-    if not 2 <= len(named) <= MAX_VARIANTS:
+    names = list(sweep.variants)
+    if not 2 <= len(names) <= MAX_VARIANTS:
         raise UsageError(f"{where}: 'variants' must name 2 to {MAX_VARIANTS} variants to compare")
-    if 2 ** (1 - sweep.rounds) > highest_p(len(named)):
+    if 2 ** (1 - sweep.rounds) > highest_p(len(names)):
         raise UsageError(
-            f"{where}: {sweep.rounds} 'rounds' of {len(named)} variants cannot show a difference; "
+            f"{where}: {sweep.rounds} 'rounds' of {len(names)} variants cannot show a difference; "
             "set more rounds or compare fewer variants"
         )
+    changes = _mapping(given["variants"], where)
+    variants = {name: _phase(own, shared, where, changes[name]) for name in names}
     for number in range(1, sweep.rounds + 1):
-        for name, of in named if number % 2 else named[::-1]:
-            _check_name(f"{base.name}-{number}-{name}", where)
-            yield replace(
-                base, name=f"{base.name}-{number}-{name}", sweep=base.name, variant=name,
-                set={**base.set, **of.set}, flags={**base.flags, **of.flags},
-            )  # fmt: skip
+        for name in names if number % 2 else names[::-1]:
+            run = f"{base.name}-{number}-{name}"
+            _check_name(run, where)
+            yield replace(variants[name], name=run, sweep=base.name, variant=name)
 
 
-def _phase(raw: Mapping[str, Any], shared: Mapping[str, Any], where: str) -> Phase:
+def _phase(
+    raw: Mapping[str, Any], shared: Mapping[str, Any], where: str, variant: Mapping[str, Any] = {}
+) -> Phase:
+    """Returns a phase: `variant` overrides `raw`, which overrides `shared`; a null removes."""
     merged = {**shared, **raw}
     if "script" in raw or "module" in raw:
         merged = {k: v for k, v in merged.items() if k not in ("script", "module") or k in raw}
     for key in MERGED_KEYS:
-        given = (raw,) if key == "set" and merged.get("script") else (shared, raw)
-        parts = (_mapping(each.get(key) or {}, f"{where}: {key}") for each in given)
+        top = {} if key == "set" and merged.get("script") else shared
+        parts = (_mapping(each.get(key) or {}, f"{where}: {key}") for each in (top, raw, variant))
         merged[key] = {name: value for part in parts for name, value in part.items()}
     for key in ("module", "script"):
         if str(merged.get(key, "")).strip().startswith("-"):

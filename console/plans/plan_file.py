@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from console.plan import NAME, Plan, parse
 from trainers.contract import yamlfile
+from trainers.contract.errors import UsageError, did_you_mean
+from trainers.contract.jsonl import entries, mapping
 
+REMOVABLE = ("flags", "set", "gates", "env", "rules", "variants")
+"""The mappings in which a null removes an entry."""
 PLANS = Path(__file__).resolve().parents[2] / "configs" / "plans"
 
 
@@ -19,9 +23,10 @@ def load(path: Path) -> Plan:
     follow, and a null removes an entry. Raises UsageError with a message that names a file.
     """
     document: dict[str, Any] = {}
-    for _, each in yamlfile.load_chain(path, "extends", _files):
+    for file, own in yamlfile.load_chain(path, "extends", _files):
         base = {key: document[key] for key in document if key not in ("name", "about")}
-        document = _merged(base, each)
+        _check(own, base, str(file))
+        document = _merged(base, own)
     return parse({"name": path.stem} | document, str(path))
 
 
@@ -49,3 +54,34 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
                 else:
                     found[key].append(each)
     return found
+
+
+def _check(own: dict[str, Any], base: dict[str, Any], where: str) -> None:
+    """Raises UsageError for a null in the file `own` that removes no entry of `own` or `base`."""
+    _check_nulls(own, (base,), where)
+    _check_nulls(mapping(own, "watch"), (mapping(base, "watch"),), f"{where}: watch")
+    extended = _named(base)
+    for name, phase in _named(own).items():
+        old, at = extended.get(name, {}), f"{where}: phase {name!r}"
+        _check_nulls(phase, (old, own, base), at)
+        for variant, raw in mapping(phase, "variants").items():
+            same = mapping(mapping(old, "variants"), variant)
+            if isinstance(raw, dict):
+                _check_nulls(raw, (same, old, phase, own, base), f"{at}: variant {variant!r}")
+
+
+def _check_nulls(raw: Mapping[str, Any], changed: Sequence[Mapping[str, Any]], where: str) -> None:
+    """Raises UsageError if a null of `raw` names no entry in `changed`."""
+    for key in REMOVABLE:
+        known = {str(name) for each in changed for name in mapping(each, key)}
+        for name, value in mapping(raw, key).items():
+            if value is None and str(name) not in known:
+                raise UsageError(
+                    f"{where}: {key}: '{name}' has no value, and there is no such entry to remove "
+                    f"(quote a value with a comma){did_you_mean(str(name), known)}"
+                )
+
+
+def _named(document: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the phases of a plan file by name."""
+    return {str(each["name"]): each for each in entries(document, "phases") if "name" in each}

@@ -135,3 +135,52 @@ def test_a_plan_that_extends_a_sweep_can_leave_a_variant_out(folder):
     assert [phase.name for phase in found[:2]] == ["mb-1-a", "mb-1-c"]
     assert len(found) == 22
     assert all(dict(phase.set) == {"train.steps": 3} for phase in found)
+
+
+ENTRY = "has no value, and there is no such entry to remove"
+NULLS = [
+    ("set: {train.steps: 50,000}", f"phase 'a': set: '000' {ENTRY} (quote a value with a comma)"),
+    ("set: {train.lr: 0,001}", f"set: '001' {ENTRY}"),
+    ("gates: {steps_done: 50,000}", f"gates: '000' {ENTRY}"),
+    ("flags: {NCCL_ALGO: Ring,Tree}", f"flags: 'Tree' {ENTRY}"),
+    ("flags: {NSA_LRR: null}", "did you mean 'NSA_LR'"),
+    ("flags: {OMP_NUM_THREADS: null}", f"flags: 'OMP_NUM_THREADS' {ENTRY}"),
+    ("gates: {no_stal: null}", "did you mean 'no_stall'"),
+    ("rounds: 9, variants: {x: null, y: {}, z: {}}", f"variants: 'x' {ENTRY}"),
+    (
+        "rounds: 9, variants: {x: {flags: {NSA_LT: null}}, y: {}}",
+        "variant 'x': flags: 'NSA_LT' has",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "said"), NULLS)
+def test_a_null_that_removes_nothing_is_refused(tmp_path, text, said):
+    """YAML reads `{train.steps: 50,000}` as 50 steps and a null for the key 000."""
+    top = "env: {OMP_NUM_THREADS: 1}\nflags: {NSA_LR: 1}\ngates: {no_stall: true}\n"
+    (tmp_path / "x.yaml").write_text(f"{top}phases:\n  - {{name: a, {text}}}\n")
+    with pytest.raises(UsageError) as caught:
+        plan_file.load(tmp_path / "x.yaml")
+    assert said in str(caught.value)
+    assert str(caught.value).startswith(f"{tmp_path / 'x.yaml'}: phase 'a': ")
+
+
+@pytest.mark.parametrize("text", ["env: {NCCL_DEBUG: null}", "watch: {rules: {lat: null}}"])
+def test_a_null_at_the_top_removes_an_entry_of_the_base(folder, text):
+    (folder / "child.yaml").write_text(f"extends: base\n{text}\n")
+    with pytest.raises(UsageError, match=f"child.yaml: (env|watch: rules): .* {ENTRY}"):
+        plan_file.load(folder / "child.yaml")
+
+
+def test_a_null_of_a_variant_removes_an_entry_of_its_phase_or_of_the_plan(folder):
+    phase = "name: s, rounds: 9, flags: {NCCL_ALGO: Ring}, set: {train.lr: 1}"
+    nulls = "{flags: {NCCL_ALGO: null, NCCL_PROTO: null}, set: {train.lr: null}}"
+    (folder / "x.yaml").write_text(
+        "flags: {NCCL_PROTO: Simple}\nphases:\n"
+        f"  - {{{phase}, variants: {{ring: {{}}, auto: {nulls}}}}}\n"
+    )
+    ring, auto = plan_file.load(folder / "x.yaml").phases[:2]
+    assert (ring.flags, ring.set) == (
+        {"NCCL_PROTO": "Simple", "NCCL_ALGO": "Ring"}, {"train.lr": 1},
+    )  # fmt: skip
+    assert (auto.flags, auto.set) == ({}, {})
