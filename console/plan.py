@@ -217,9 +217,9 @@ def parse(document: Mapping[str, Any], where: str) -> Plan:
     if len(set(names)) != len(names):
         raise UsageError(f"{where}: two phases have the same name; give each its own")
     _check_name(own.get("name"), where)
-    if isinstance(own.get("restart"), str):
-        own["restart"] = {"when": own["restart"]}
     plan = section(Plan, own, where, phases=phases)
+    if own.get("restart") and own["restart"].get("when") is None:
+        raise UsageError(f"{where}: restart: 'when' is missing; add when: crash")
     return replace(plan, phases=tuple(map(_on_gpus, phases))) if plan.gpus else plan
 
 

@@ -25,9 +25,16 @@ def load(path: Path) -> Plan:
     document: dict[str, Any] = {}
     for file, own in yamlfile.load_chain(path, "extends", _files):
         base = {key: document[key] for key in document if key not in ("name", "about")}
+        _complete(own)
         _check(own, base, str(file))
         document = _merged(base, own)
     return parse({"name": path.stem} | document, str(path))
+
+
+def _complete(own: dict[str, Any]) -> None:
+    """Completes `restart` in a file; `_merged` then overrides the keys of the base."""
+    if isinstance(own.get("restart"), str):
+        own["restart"] = {"when": own["restart"]}
 
 
 def _files(path: Path, name: str) -> Iterator[Path]:
@@ -57,20 +64,20 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(own: dict[str, Any], base: dict[str, Any], where: str) -> None:
-    """Raises UsageError for a null in the file `own` that removes no entry of `own` or `base`."""
-    _check_nulls(own, (base,), where)
-    _check_nulls(mapping(own, "watch"), (mapping(base, "watch"),), f"{where}: watch")
+    """Raises UsageError if a part of the file `own` is wrong."""
+    _check_part(own, (base,), where)
+    _check_part(mapping(own, "watch"), (mapping(base, "watch"),), f"{where}: watch")
     extended = _named(base)
     for name, phase in _named(own).items():
         old, at = extended.get(name, {}), f"{where}: phase {name!r}"
-        _check_nulls(phase, (old, own, base), at)
+        _check_part(phase, (old, own, base), at)
         for variant, raw in mapping(phase, "variants").items():
             same = mapping(mapping(old, "variants"), variant)
             if isinstance(raw, dict):
-                _check_nulls(raw, (same, old, phase, own, base), f"{at}: variant {variant!r}")
+                _check_part(raw, (same, old, phase, own, base), f"{at}: variant {variant!r}")
 
 
-def _check_nulls(raw: Mapping[str, Any], changed: Sequence[Mapping[str, Any]], where: str) -> None:
+def _check_part(raw: Mapping[str, Any], changed: Sequence[Mapping[str, Any]], where: str) -> None:
     """Raises UsageError if a null of `raw` names no entry in `changed`."""
     for key in REMOVABLE:
         known = {str(name) for each in changed for name in mapping(each, key)}

@@ -38,8 +38,14 @@ def test_every_shipped_plan_loads_and_is_named_like_its_file(path):
         ({"watch": {"stall_floor": 3}}, "did you mean 'stall_floor_s'"),
         ({"watch": {"stall_floor_s": -1}}, "seconds"),
         ({"watch": {"rules": {"disk": {"for_s": "soon"}}}}, "'for_s' cannot be 'soon'; it takes"),
-        ({"restart": "always"}, "'when' cannot be 'always'; it takes one of never, crash, stall"),
-        ({"restart": {"backoff_s": 601}}, "it takes a number from 0 to 600 seconds"),
+        (
+            {"restart": {"when": "always"}},
+            "'when' cannot be 'always'; it takes one of never, crash, stall",
+        ),
+        (
+            {"restart": {"when": "crash", "backoff_s": 601}},
+            "it takes a number from 0 to 600 seconds",
+        ),
         ({"about": ["x"]}, "'about' cannot be ['x']; it takes a text"),
         ({"phases": [{"name": "a", "args": "x"}]}, "'args' must be a list"),
         ({"phases": [{"name": "a", "args": ["--amp", False]}]}, "quote no, off and null"),
@@ -115,8 +121,7 @@ def test_a_flag_in_the_environment_that_no_table_knows_is_an_error():
     assert flags.from_environment({"HOME": "/x", "NSA_LR": "3e-4"}) == {"NSA_LR": 3e-4}
 
 
-def test_null_is_not_given_and_a_word_is_when_to_restart():
+def test_null_is_not_given():
     phase = {"name": "a", "nproc": None, "config": None}
-    loaded = plan.parse({"name": "p", "phases": [phase], "restart": "stall", "watch": None}, "p")
+    loaded = plan.parse({"name": "p", "phases": [phase], "watch": None}, "p")
     assert (loaded.phases[0], loaded.watch) == (plan.Phase("a"), plan.Watch())
-    assert loaded.restart == plan.Restart("stall")

@@ -184,3 +184,19 @@ def test_a_null_of_a_variant_removes_an_entry_of_its_phase_or_of_the_plan(folder
         {"NCCL_PROTO": "Simple", "NCCL_ALGO": "Ring"}, {"train.lr": 1},
     )  # fmt: skip
     assert (auto.flags, auto.set) == ({}, {})
+
+
+def written(folder, base: str, child: str = "{}"):
+    """Returns the plan of a file that extends a file with the text `base`."""
+    (folder / "b.yaml").write_text(f"{base}\n")
+    (folder / "c.yaml").write_text(f"extends: b\n{child}\n")
+    return plan_file.load(folder / "c.yaml")
+
+
+def test_the_short_form_of_restart_is_merged_like_the_long_form(tmp_path):
+    short, numbers = "phases: [{name: a}]\nrestart: crash", "restart: {attempts: 10}"
+    assert written(tmp_path, short, numbers).restart == plan.Restart("crash", 10)
+    long = "phases: [{name: a}]\nrestart: {when: stall, attempts: 9}"
+    assert written(tmp_path, long, "restart: crash").restart == plan.Restart("crash", 9)
+    with pytest.raises(UsageError, match=r"c\.yaml: restart: 'when' is missing; add when: crash"):
+        written(tmp_path, "phases: [{name: a}]", numbers)
