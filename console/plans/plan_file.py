@@ -10,6 +10,7 @@ from console.plan import NAME, Plan, parse
 from trainers.contract import yamlfile
 from trainers.contract.errors import UsageError, did_you_mean
 from trainers.contract.jsonl import entries, mapping
+from trainers.settings import flatten
 
 REMOVABLE = ("flags", "set", "gates", "env", "rules", "variants")
 """The mappings in which a null removes an entry."""
@@ -32,15 +33,20 @@ def load(path: Path) -> Plan:
 
 
 def _complete(own: dict[str, Any]) -> None:
-    """Completes `restart` in a file; `_merged` then overrides the keys of the base."""
+    """Completes `restart` and the program in a file; `_merged` then overrides those of the base."""
     if isinstance(own.get("restart"), str):
         own["restart"] = {"when": own["restart"]}
+    for part in (own, *entries(own, "phases")):
+        for key, other in (("script", "module"), ("module", "script")):
+            if part.get(key):
+                part.setdefault(other, None)
 
 
 def _files(path: Path, name: str) -> Iterator[Path]:
     """Yields the paths where the plan `name`, which the plan at `path` extends, may be."""
     if NAME.fullmatch(name):
-        yield from (path.with_name(f"{name}.yaml"), PLANS / f"{name}.yaml")
+        file = f"{name.removesuffix('.yaml')}.yaml"
+        yield from (path.with_name(file), PLANS / file)
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,7 +70,10 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(own: dict[str, Any], base: dict[str, Any], where: str) -> None:
-    """Raises UsageError if a part of the file `own` is wrong."""
+    """Raises UsageError if a part of the file `own` is wrong, or if two phases have one name."""
+    names = [each["name"] for each in entries(own, "phases") if each.get("name") is not None]
+    if len({*map(str, names)}) != len(names):
+        raise UsageError(f"{where}: two phases have the same name; give each its own")
     _check_part(own, (base,), where)
     _check_part(mapping(own, "watch"), (mapping(base, "watch"),), f"{where}: watch")
     extended = _named(base)
@@ -78,7 +87,16 @@ def _check(own: dict[str, Any], base: dict[str, Any], where: str) -> None:
 
 
 def _check_part(raw: Mapping[str, Any], changed: Sequence[Mapping[str, Any]], where: str) -> None:
-    """Raises UsageError if a null of `raw` names no entry in `changed`."""
+    """Raises UsageError if a null of `raw` names no entry in `changed`.
+
+    Also raises UsageError for two programs, and for a section in `set`.
+    """
+    if raw.get("script") and raw.get("module"):
+        raise UsageError(f"{where}: 'script' and 'module' exclude each other; remove one of them")
+    for name, value in mapping(raw, "set").items():
+        if isinstance(value, dict):
+            key, inner = next(flatten({name: value}))
+            raise UsageError(f"{where}: set: {name!r} is a section; write '{key}: {inner}'")
     for key in REMOVABLE:
         known = {str(name) for each in changed for name in mapping(each, key)}
         for name, value in mapping(raw, key).items():

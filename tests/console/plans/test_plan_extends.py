@@ -200,3 +200,37 @@ def test_the_short_form_of_restart_is_merged_like_the_long_form(tmp_path):
     assert written(tmp_path, long, "restart: crash").restart == plan.Restart("crash", 9)
     with pytest.raises(UsageError, match=r"c\.yaml: restart: 'when' is missing; add when: crash"):
         written(tmp_path, "phases: [{name: a}]", numbers)
+
+
+TOP, PHASE = "{}\nphases: [{{name: a}}]", "phases: [{{name: a, {}}}]"
+
+
+@pytest.mark.parametrize("form", [TOP, PHASE])
+def test_the_program_of_a_plan_replaces_that_of_its_base(tmp_path, form):
+    def program(base: str, child: str) -> tuple[str, str]:
+        (phase,) = written(tmp_path, form.format(base), form.format(child)).phases
+        return phase.script, phase.module
+
+    assert program("script: x.py", "module: trainers.fsdp") == ("", "trainers.fsdp")
+    assert program("module: trainers.fsdp", "script: x.py") == ("x.py", "trainers.ddp")
+    assert program("script: x.py", "nproc: 2") == ("x.py", "trainers.ddp")
+    with pytest.raises(UsageError, match=r"c\.yaml: .*'script' and 'module' exclude each other"):
+        program("nproc: 2", "script: x.py, module: y" if form == PHASE else "script: x\nmodule: y")
+
+
+def test_two_phases_of_one_name_in_one_file_are_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"c\.yaml: two phases have the same name"):
+        written(tmp_path, "phases: [{name: a}]", "phases: [{name: a}, {name: a, nproc: 2}]")
+
+
+def test_a_plan_can_name_its_base_with_the_ending(tmp_path):
+    (tmp_path / "x.yaml").write_text("extends: cpu_smoke.yaml\n")
+    assert len(plan_file.load(tmp_path / "x.yaml").phases) == 3
+
+
+@pytest.mark.parametrize(
+    "text", ["set: {train: {steps: 60}}", "phases: [{name: a, set: {train: {steps: 60}}}]"]
+)
+def test_a_section_of_settings_is_refused_with_the_dotted_name(tmp_path, text):
+    with pytest.raises(UsageError, match=r"c\.yaml: .*set: .*; write 'train.steps: 60'"):
+        written(tmp_path, "phases: [{name: a}]", text)
