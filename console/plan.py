@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from trainers.contract import flags, values
 from trainers.contract.errors import UsageError, did_you_mean
+from trainers.settings import STRATEGIES
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,47}")
 UNPRINTABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -137,8 +138,8 @@ class Phase:
 
     @property
     def is_ours(self) -> bool:
-        """True if the phase starts a module of `trainers`."""
-        return not self.script and self.module.startswith("trainers.")
+        """True if the phase starts one of the two trainers of this project."""
+        return not self.script and self.module in STRATEGIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,7 +304,9 @@ def _read(value: Any, kind: Any, key: str, where: str) -> Any:
         return _flag_values(held, inside) if parts[1] is str else held
     if get_origin(kind) is tuple:
         if not isinstance(value, list) or {type(word) for word in value} - {str, int, float}:
-            raise UsageError(f"{where}: {key!r} must be a list of words; quote no, off and null")
+            raise UsageError(
+                f"{where}: {key!r} must be a list of words; quote no, off, null and braces"
+            )
         return tuple(map(str, value))
     if NoneType in parts:
         return _read(value, parts[0], key, where)
@@ -317,6 +320,8 @@ def _read(value: Any, kind: Any, key: str, where: str) -> Any:
 def _flag_values(raw: Any, where: str) -> dict[str, str]:
     found = {}
     for name, value in _mapping(raw, where).items():
+        if not isinstance(value, bool | int | float | str):
+            raise UsageError(f"{where}: {name} cannot be {value!r}; write one text, in quotes")
         try:
             found[name] = flags.format_value(flags.parse(name, flags.format_value(value)))
         except UsageError as error:
@@ -359,5 +364,6 @@ def _check_name(raw: Any, where: str) -> None:
         raise UsageError(f"{where}: 'name' is missing; add 'name: NAME'")
     if not isinstance(raw, str) or not NAME.fullmatch(raw):
         raise UsageError(
-            f"{where}: the name {raw!r} must be lower-case letters, digits, '_', '.' or '-'"
+            f"{where}: the name {raw!r} must be lower-case letters, digits, '_', '.' or '-', "
+            "and have at most 48 characters"
         )

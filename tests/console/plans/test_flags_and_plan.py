@@ -34,6 +34,9 @@ def test_every_shipped_plan_loads_and_is_named_like_its_file(path):
         ({"phases": [{"name": "a", "nproc": 0}]}, "nproc"),
         ({"phases": [{"name": "a", "flags": {"NSA_LRR": 1}}]}, "did you mean 'NSA_LR'"),
         ({"phases": [{"name": "a", "flags": {"NSA_LR": "fast"}}]}, "a number"),
+        ({"env": {"NCCL_ALGO": ["Ring"]}}, "env: NCCL_ALGO cannot be ['Ring']; write one text"),
+        ({"phases": [{"name": "a", "flags": {"NCCL_ALGO": {"x": 1}}}]}, "write one text"),
+        ({"phases": [{"name": "a" * 49}]}, "or '-', and have at most 48 characters"),
         ({"between": "maybe"}, "go or ask"),
         ({"watch": {"stall_floor": 3}}, "did you mean 'stall_floor_s'"),
         ({"watch": {"stall_floor_s": -1}}, "seconds"),
@@ -48,8 +51,11 @@ def test_every_shipped_plan_loads_and_is_named_like_its_file(path):
         ),
         ({"about": ["x"]}, "'about' cannot be ['x']; it takes a text"),
         ({"phases": [{"name": "a", "args": "x"}]}, "'args' must be a list"),
-        ({"phases": [{"name": "a", "args": ["--amp", False]}]}, "quote no, off and null"),
-        ({"checkpoints": {"backup": ["rclone", None]}}, "quote no, off and null"),
+        ({"phases": [{"name": "a", "args": ["--amp", False]}]}, "quote no, off, null and braces"),
+        (
+            {"checkpoints": {"backup": ["rclone", {"checkpoint": None}]}},
+            "quote no, off, null and braces",
+        ),
         ({"env": ["A"]}, "key: value"),
         ({"phases": [{"name": "a", "args": ["x\0y"]}]}, r"control character '\x00'"),
         ({"phases": [{"name": "a", "set": {"k": "\x1b[2J"}}]}, r"control character '\x1b'"),
@@ -125,3 +131,12 @@ def test_null_is_not_given():
     phase = {"name": "a", "nproc": None, "config": None}
     loaded = plan.parse({"name": "p", "phases": [phase], "watch": None}, "p")
     assert (loaded.phases[0], loaded.watch) == (plan.Phase("a"), plan.Watch())
+
+
+def test_only_the_trainers_are_programs_of_this_project():
+    """`trainers.generate` knows no settings, so the console must not check or add any."""
+    modules = ("trainers.ddp", "trainers.fsdp", "trainers.generate", "mine.train")
+    raw = [{"name": module, "module": module} for module in modules]
+    phases = plan.parse({"name": "p", "gpus": 1, "phases": raw}, "p").phases
+    assert [phase.is_ours for phase in phases] == [True, True, False, False]
+    assert [dict(phase.set) for phase in phases] == [{"train.device": "cuda"}] * 2 + [{}] * 2
