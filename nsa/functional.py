@@ -146,10 +146,11 @@ def _check_shapes(q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], gates: Te
 def _check_positions(count: int, keys: int, first: int, packed: bool, cache: Cache | None) -> None:
     """Raises ValueError unless the numbers of queries and keys fit, as `nsa_attention` says."""
     known = 0 if cache is None else cache.length
-    if first < 0 or keys + known != first + count or (packed and keys != count):
+    own_keys = packed or cache is not None
+    if first < 0 or keys + known != first + count or (own_keys and keys != count):
         raise ValueError(
-            f"{count} queries from position {first} need keys from 0 on, and packed documents only "
-            f"their own keys; got {keys} keys and {known} in the cache."
+            f"{count} queries from position {first} need keys from 0 on, and with packed documents "
+            f"or a cache one key for each query; got {keys} keys and {known} in the cache."
         )
 
 

@@ -1,10 +1,11 @@
-"""The shapes and dtypes that `nsa_attention` refuses."""
+"""The shapes, dtypes and positions that `nsa_attention` refuses."""
 
 from functools import partial
 
 import pytest
 import torch
 
+from nsa.cache import Cache
 from nsa.functional import nsa_attention
 from tests.nsa.cases import (
     model_config,
@@ -38,3 +39,19 @@ def test_keys_of_another_number_than_the_queries_are_refused(keys, first, offset
     said = f"9 queries from position {first} need keys from 0 on, .*; got {keys} keys and 0 in"
     with pytest.raises(ValueError, match=said):
         nsa_attention(q, k, k, gates, model_config().nsa, first=first, cu_seqlens=offsets)
+
+
+@pytest.mark.parametrize(("first", "queries", "keys"), [(48, 3, 1), (52, 3, 5), (40, 10, 0)])
+def test_queries_that_do_not_follow_the_cache_with_their_keys_are_refused(first, queries, keys):
+    config = model_config().nsa
+    cache = Cache(config)
+
+    def call(first, queries, keys):
+        q, gates = torch.zeros(1, 4, queries, 8), torch.zeros(1, queries, 4, 3)
+        k = torch.zeros(3, 1, 2, keys, 8)
+        return nsa_attention(q, k, k, gates, config, first=first, cache=cache)
+
+    call(0, 50, 50)
+    with pytest.raises(ValueError, match=f"got {keys} keys and 50 in the cache"):
+        call(first, queries, keys)
+    assert cache.length == 50
