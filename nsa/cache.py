@@ -24,19 +24,30 @@ class Rows:
         self._buffer: Tensor | None = None
         self._begin = self._end = 0
 
-    def append(self, new: Tensor) -> Tensor:
-        """Returns the stored rows and `new` as one tensor.
+    def check(self, new: Tensor) -> None:
+        """Raises an error if the rows `new` cannot be stored.
 
         Raises RuntimeError if `new` needs a gradient. Raises ValueError if the number of sequences
-        or of groups in `new` differs from the stored rows.
+        or of groups, the width or the dtype of `new` differs from the stored rows.
         """
         if new.requires_grad and torch.is_grad_enabled():
             raise RuntimeError("a decoding cache stores no gradients; use torch.no_grad().")
-        if self._buffer is not None and self._buffer.shape[:2] != new.shape[:2]:
-            held, given = tuple(self._buffer.shape[:2]), tuple(new.shape[:2])
-            raise ValueError(f"the cache is for (sequences, groups) {held}, not {given}.")
+        if self._buffer is not None:
+            kept, given = ((*x.shape[:2], x.shape[3], x.dtype) for x in (self._buffer, new))
+            if kept != given:
+                raise ValueError(
+                    f"the cache is for (sequences, groups, width, dtype) {kept}, not {given}."
+                )
+
+    def joined(self, new: Tensor) -> Tensor:
+        """Returns the stored rows and `new` as one tensor. Raises the errors of `check`."""
+        self.check(new)
+        return torch.cat((self.rows, new), dim=2) if self._end else new
+
+    def append(self, new: Tensor) -> Tensor:
+        """Returns the stored rows and `new` as one tensor; `check` must accept `new`."""
         if self._keep is not None and new.shape[2] > self._keep:
-            both = torch.cat((self.rows, new), dim=2) if self._end else new
+            both = self.joined(new)
             self.clear()
             self.append(both[:, :, -self._keep :])
             return both
@@ -98,16 +109,25 @@ class Cache:
     def blocks(self) -> list[Tensor]:
         return [rows.rows for rows in self._blocks]
 
-    def append(self, kv: Sequence[Tensor]) -> list[Tensor]:
-        """Appends the next tokens. Returns the cached and the new rows of each tensor."""
-        usable = [rows.append(new) for rows, new in zip(self._kv, kv, strict=True)]
-        self.length += kv[0].shape[2]
-        return usable
+    def joined(self, kv: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the cached and the new rows of the first tensors, and appends nothing.
 
-    def append_blocks(self, *kv: Tensor) -> None:
-        """Appends the compressed blocks that the last tokens completed."""
-        for rows, new in zip(self._blocks, kv, strict=True):
-            rows.append(new)
+        Raises the errors of `Rows.check`.
+        """
+        return [rows.joined(new) for rows, new in zip(self._kv, kv, strict=False)]
+
+    def append(self, kv: Sequence[Tensor], blocks: Sequence[Tensor] = ()) -> list[Tensor]:
+        """Appends the next tokens, and the compressed blocks that they complete, if any.
+
+        Returns the cached and the new rows of each tensor in `kv`. Raises the errors of
+        `Rows.check`; then nothing is appended.
+        """
+        pairs = [*zip(self._kv, kv, strict=True), *zip(self._blocks, blocks, strict=False)]
+        for rows, new in pairs:
+            rows.check(new)
+        # Set first: if the appends are interrupted, the caches of a model differ in length.
+        self.length += kv[0].shape[2]
+        return [rows.append(new) for rows, new in pairs][: len(kv)]
 
     def reset(self) -> None:
         """Makes the cache empty, for the next document."""

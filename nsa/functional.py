@@ -80,7 +80,7 @@ def nsa_attention(
     the cached document ends.
 
     Raises ValueError if the shapes, dtypes, lengths or the cache do not fit. Raises RuntimeError if
-    a cache would have to store gradients.
+    a cache would have to store gradients. Such a call appends nothing to the cache.
     """
     _check_shapes(q, k, v, gates)
     _check_positions(q.shape[2], k[0].shape[2], first, cu_seqlens is not None, cache)
@@ -117,14 +117,14 @@ def _extended(
     """
     if cache.config != config:
         raise ValueError(f"the cache is for {cache.config}, not for {config}; make a new cache.")
-    old, was_empty = compressed_blocks(config, cache.length), cache.length == 0
-    k_cmp, v_cmp, *kv = cache.append(new)
+    old, length = compressed_blocks(config, cache.length), cache.length + new[0].shape[2]
+    blocks: Sequence[Tensor] = ()
     # The first call stores blocks even if there are 0, because that makes the buffers.
-    if compressed_blocks(config, cache.length) > old or was_empty:
-        needed = cache.length - old * config.block_stride  # rows from the start of block `old` on
-        keys, values = (x[:, :, x.shape[2] - needed :] for x in (k_cmp, v_cmp))
-        cache.append_blocks(*summaries(keys, values, phi, config, rope_base, old))
-    return kv, cache.blocks
+    if compressed_blocks(config, length) > old or cache.length == 0:
+        needed = length - old * config.block_stride  # rows from the start of block `old` on
+        keys, values = (x[:, :, x.shape[2] - needed :] for x in cache.joined(new[:2]))
+        blocks = summaries(keys, values, phi, config, rope_base, old)
+    return cache.append(new, blocks)[2:], cache.blocks
 
 
 def _check_shapes(q: Tensor, k: Sequence[Tensor], v: Sequence[Tensor], gates: Tensor) -> None:

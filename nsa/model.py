@@ -141,7 +141,13 @@ class Transformer(nn.Module):
         """int64 `[B, S]` → logits `[B, S, V]`. With `caches`, the tokens follow the cached tokens.
 
         `cu_seqlens` are the offsets of documents packed in each sequence, as in `nsa_attention`.
+        Raises ValueError if the caches have different lengths.
         """
+        if any(cache.length != caches[0].length for cache in caches):
+            raise ValueError(
+                "the caches have different lengths, because an earlier forward with them failed or "
+                "was interrupted; make new caches."
+            )
         x = self.embed(tokens)
         cached = caches or [None] * len(self.blocks)
         for number, (block, cache) in enumerate(zip(self.blocks, cached, strict=True)):

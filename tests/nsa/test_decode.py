@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from nsa.backends import Switches
 from nsa.cache import Cache, Rows
+from nsa.compress import make_phi
+from nsa.functional import nsa_attention
 from nsa.model import Transformer
 from tests.nsa.cases import configs, model_config, routed
 
@@ -107,7 +109,7 @@ def test_a_cache_of_another_number_of_sequences_is_refused():
             layer(torch.randn(2, 4, 16), cache)
             for count in (1, 3):
                 with pytest.raises(
-                    ValueError, match=r"the cache is for \(sequences, groups\) \(2, 2\), not"
+                    ValueError, match=r"the cache is for .* \(2, 2, 8, torch.float32\), not \(\d"
                 ):
                     layer(torch.randn(count, 1, 16), cache)
             assert cache.length == 4
@@ -124,3 +126,48 @@ def test_a_cache_refuses_gradients():
     with torch.no_grad():
         layer(torch.randn(1, 4, 16), cache)
     assert cache.length == 4, "the cache has no refused tokens"
+
+
+HARMS = {
+    "v needs a gradient": (RuntimeError, lambda v, phi: v.clone().requires_grad_()),
+    "phi needs a gradient": (RuntimeError, lambda v, phi: phi[1].requires_grad_() and v),
+    "v has another width": (ValueError, lambda v, phi: v[..., :4]),
+    "all have another dtype": (ValueError, lambda v, phi: v.bfloat16()),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("count", [1, 8])
+def test_a_refused_call_leaves_the_cache_as_it_was(harm, count):
+    """The compressed branch is appended first, so its rows must also wait for the checks."""
+    torch.manual_seed(0)
+    config = model_config().nsa
+    q, gates = torch.randn(1, 4, 20, 8), torch.rand(1, 20, 4, 3)
+    k, v = torch.randn(3, 1, 2, 20, 8), torch.randn(3, 1, 2, 20, 8)
+    phi = make_phi(config, 8).requires_grad_(False), make_phi(config, 8).requires_grad_(False)
+
+    def call(first, end, *, values=v, cache=None):
+        now = [x[..., first:end, :].to(values.dtype) for x in (q, k, values)]
+        return nsa_attention(*now, gates[:, first:end], config, phi=phi, first=first, cache=cache)
+
+    expected, cache = call(0, 20), Cache(config)
+    call(0, 11, cache=cache)
+    refusal, harmed = HARMS[harm]
+    values = harmed(v, phi)
+    with pytest.raises(refusal):
+        call(11, 11 + count, values=values, cache=cache)
+    assert cache.length == 11
+    with torch.no_grad():
+        pieces = [call(11, 11 + count, cache=cache), call(11 + count, 20, cache=cache)]
+    torch.testing.assert_close(torch.cat(pieces, dim=2), expected[:, :, 11:])
+
+
+def test_caches_of_an_unfinished_forward_are_refused():
+    """Here the first layer appends its tokens, and the second layer refuses to store gradients."""
+    model, tokens = Transformer(model_config(n_layers=2)), torch.randint(64, (1, 20))
+    model.requires_grad_(False).blocks[1].requires_grad_(True)
+    caches = model.caches()
+    with pytest.raises(RuntimeError, match="no gradients"):
+        model(tokens, caches)
+    with torch.no_grad(), pytest.raises(ValueError, match="different lengths"):
+        model(tokens, caches)
