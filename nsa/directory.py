@@ -50,7 +50,9 @@ def save_model(
         ) from error
     except FileNotFoundError:
         pass
-    weights = save(model.state_dict(), {"format": "pt", **(facts or {})})
+    # torch.compile wraps a module, and adds this prefix to the names of its weights.
+    named = {name.replace("_orig_mod.", ""): x for name, x in model.state_dict().items()}
+    weights = save(named, {"format": "pt", **(facts or {})})
     for name, data in ((WEIGHTS, weights), (CONFIG, json.dumps(config, indent=2).encode() + b"\n")):
         with (path / f".{name}.new").open("wb") as file:
             file.write(data)

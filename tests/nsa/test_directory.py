@@ -41,6 +41,20 @@ def test_a_model_is_bitwise_the_same_after_a_round_trip(changes, tmp_path):
         assert file.metadata() == {"format": "pt", "step": "7"}
 
 
+@pytest.mark.parametrize("part", ["model", "block"])
+def test_a_compiled_model_is_saved_under_the_names_of_the_plain_model(part, tmp_path):
+    model = nsa.Transformer(model_config(n_layers=2))
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    if part == "model":
+        model = torch.compile(model, backend="eager")
+    else:
+        model.blocks[1] = torch.compile(model.blocks[1], backend="eager")
+    nsa.save_model(model, tmp_path)
+    again = nsa.load_model(tmp_path).state_dict()
+    assert again.keys() == weights.keys()
+    assert all(torch.equal(again[name], weight) for name, weight in weights.items())
+
+
 def change(path, **fields):
     """Changes fields of the configuration; the value None removes a field."""
     found = json.loads((path / "config.json").read_text())
