@@ -151,7 +151,8 @@ def _keep(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad: Tensor, _grad_lse):
-    found = _tiled_backward(grad, *ctx.saved_tensors, ctx.size, ctx.flash)
+    with no_autocast(grad.device):
+        found = _tiled_backward(grad, *ctx.saved_tensors, ctx.size, ctx.flash)
     return *found, None, None, None
 
 

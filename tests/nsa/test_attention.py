@@ -310,6 +310,17 @@ def test_under_autocast_the_branches_still_compute_in_float32_on_the_cpu(route):
     assert kinds == {torch.float32}
 
 
+def test_under_autocast_the_backward_of_the_chunked_route_computes_in_float32():
+    """With unequal head widths, the parts use plain products, which autocast would convert."""
+    layer, x, _ = layer_and_input(model_config(d_v=6), 0, 1, 40, torch.float32)
+    blocks, (q, k, v) = selected_blocks(layer, x), layer.project(x)
+    out = chunked.attend_chunked(q[:, :, 16:], k[1], v[1], blocks[:, :, 16:], layer.config.nsa)
+    backward = partial(torch.autograd.grad, out.sum(), (q, k[1], v[1]), retain_graph=True)
+    expected = backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, backward(), expected))
+
+
 def test_dense_attention_is_softmax_over_all_earlier_keys():
     config = model_config(heads=(2, 3), d_v=6, attention="dense")
     torch.manual_seed(0)
