@@ -149,8 +149,11 @@ class DenseAttention(nn.Module):
     ) -> Tensor:
         """`[B, S, dim]` → `[B, S, dim]`. With a `cache`, the tokens follow the cached tokens.
 
-        `cu_seqlens` has the same meaning as in `nsa_attention`.
+        `cu_seqlens` has the same meaning as in `nsa_attention`. Raises ValueError for an input
+        without a batch.
         """
+        if x.dim() != 3:
+            raise ValueError(f"the input must be [B, S, dim]; got the shape {list(x.shape)}.")
         config = self.config
         heads, groups = config.n_heads, config.n_kv_groups
         q, k, v = self.qkv.split(self.qkv(x))

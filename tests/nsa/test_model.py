@@ -74,3 +74,13 @@ def test_a_model_without_memory_says_what_it_would_return():
     with torch.device("meta"):
         logits = Transformer(model_config())(torch.zeros(2, 40, dtype=torch.long))
     assert logits.shape == (2, 40, 64)
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_tokens_without_a_batch_are_refused(attention):
+    """With as many groups as heads, dense attention would take the widths of a head as tokens."""
+    model = Transformer(model_config(heads=(4, 1), attention=attention))
+    with pytest.raises(ValueError, match="must be "):
+        model(torch.zeros(20, dtype=torch.long))
+    with pytest.raises(ValueError, match="must be "):
+        model.attention_layers()[0](torch.zeros(20, 16))
