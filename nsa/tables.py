@@ -1,5 +1,6 @@
 """Constant tensors (masks, rotary tables), cached by their arguments and shared by all layers."""
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from functools import wraps
@@ -19,26 +20,30 @@ The least recently used tables are dropped. A table that alone exceeds the limit
 
 
 class Tables:
-    """The cached tables, by function and arguments."""
+    """The cached tables, by function and arguments. Threads may share them."""
 
     def __init__(self) -> None:
         self.bytes = 0
         self._tables: OrderedDict[Any, Any] = OrderedDict()
+        self._lock = threading.Lock()
 
     def get(self, build: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Returns `build(*args)`; builds the table if it is not cached."""
         key = build, args
-        if key in self._tables:
-            self._tables.move_to_end(key)
-            return self._tables[key]
+        with self._lock:
+            if key in self._tables:
+                self._tables.move_to_end(key)
+                return self._tables[key]
         with torch.inference_mode(False), torch.no_grad():
             table = build(*args)
-        if _bytes(table) > LARGEST_MIB << 20:
-            return table
-        self._tables[key] = table
-        self.bytes += _bytes(table)
-        while self.bytes > LARGEST_MIB << 20 or len(self._tables) > MOST_TABLES:
-            self.bytes -= _bytes(self._tables.popitem(last=False)[1])
+        with self._lock:
+            # Another thread may have stored this table meanwhile.
+            if key in self._tables or _bytes(table) > LARGEST_MIB << 20:
+                return table
+            self._tables[key] = table
+            self.bytes += _bytes(table)
+            while self.bytes > LARGEST_MIB << 20 or len(self._tables) > MOST_TABLES:
+                self.bytes -= _bytes(self._tables.popitem(last=False)[1])
         return table
 
 

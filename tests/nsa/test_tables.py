@@ -37,6 +37,21 @@ def test_tables_of_many_lengths_stay_within_their_memory(monkeypatch):
     assert built[-1] == 10**6
 
 
+def test_a_table_that_two_threads_build_is_counted_once(monkeypatch):
+    """The inner call is the other thread, which stores the table before the first one does."""
+    monkeypatch.setattr(tables, "TABLES", tables.Tables())
+    outer = iter([True])
+
+    @tables.cached_table
+    def table(length: int) -> torch.Tensor:
+        if next(outer, False):
+            table(length)
+        return torch.zeros(length)
+
+    assert torch.equal(table(1000), table(1000))
+    assert tables.TABLES.bytes == 4000
+
+
 def test_a_run_with_fake_tensors_leaves_no_table(monkeypatch):
     """Tools that estimate memory use fake tensors; later runs of this shape need real tables."""
     monkeypatch.setattr(tables, "TABLES", tables.Tables())
