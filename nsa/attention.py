@@ -46,7 +46,7 @@ class NSAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, switches: Switches | None = None) -> None:
         super().__init__()
-        self.config = config
+        self.config = config = replace(config, attention="nsa")
         self.switches = switches or Switches()
         self.collecting = False
         self.stats: dict[str, Tensor] = {}
@@ -171,6 +171,7 @@ class DenseAttention(nn.Module):
         config, first = self.config, 0 if cache is None else cache.length
         q, k = (rotate(part, config.rope_base, first) for part in (q, k))
         if cache is not None:
+            cache.check_config(None)
             k, v = cache.append((k, v))
         route = routes_of(
             config, q.shape[2], q.device, q.dtype, self.switches, first, q.shape[0]

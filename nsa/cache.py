@@ -109,6 +109,12 @@ class Cache:
     def blocks(self) -> list[Tensor]:
         return [rows.rows for rows in self._blocks]
 
+    def check_config(self, config: NSAConfig | None) -> None:
+        """Raises ValueError unless the cache is for this configuration (None: dense attention)."""
+        if self.config != config:
+            own, other = (found or "dense attention" for found in (self.config, config))
+            raise ValueError(f"the cache is for {own}, not for {other}; make a new cache.")
+
     def joined(self, kv: Sequence[Tensor]) -> list[Tensor]:
         """Returns the cached and the new rows of the first tensors, and appends nothing.
 

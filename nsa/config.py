@@ -3,6 +3,7 @@
 This module uses only the standard library, so that the console can import it without torch.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -89,6 +90,11 @@ class ModelConfig:
         sizes = self.dim, self.n_layers, self.n_heads, self.n_kv_groups, self.d_k, self.d_v
         if min(*sizes, self.mlp_hidden, self.vocab_size) < 1:
             raise ValueError(f"all sizes of a model must be at least 1; got {self}.")
+        if not all(0 < x < math.inf for x in (self.rope_base, self.norm_eps, self.init_std)):
+            raise ValueError(
+                "rope_base, norm_eps and init_std must be positive and finite; got "
+                f"{self.rope_base}, {self.norm_eps} and {self.init_std}."
+            )
         if self.attention not in ("nsa", "dense"):
             raise ValueError(f"attention must be 'nsa' or 'dense'; got {self.attention!r:.40}.")
         if self.n_heads % self.n_kv_groups:

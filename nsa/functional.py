@@ -115,8 +115,7 @@ def _extended(
     the compressed branch from the first token of the next block on. It may have some rows before
     that token. Raises ValueError for the cache of another configuration.
     """
-    if cache.config != config:
-        raise ValueError(f"the cache is for {cache.config}, not for {config}; make a new cache.")
+    cache.check_config(config)
     old, length = compressed_blocks(config, cache.length), cache.length + new[0].shape[2]
     blocks: Sequence[Tensor] = ()
     # The first call stores blocks even if there are 0, because that makes the buffers.

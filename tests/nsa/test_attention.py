@@ -321,6 +321,11 @@ def test_under_autocast_the_backward_of_the_chunked_route_computes_in_float32():
         assert all(map(torch.equal, backward(), expected))
 
 
+def test_the_sparse_layer_of_a_dense_configuration_works():
+    layer = NSAttention(model_config(attention="dense"))
+    assert layer(torch.zeros(1, 9, 16)).shape == (1, 9, 16)
+
+
 def test_dense_attention_is_softmax_over_all_earlier_keys():
     config = model_config(heads=(2, 3), d_v=6, attention="dense")
     torch.manual_seed(0)

@@ -1,5 +1,6 @@
 """Configuration: rejected values, and the numbers of parameters and FLOPs."""
 
+import math
 import re
 from dataclasses import replace
 
@@ -30,6 +31,8 @@ M7C = ModelConfig(dim=768, n_layers=12, n_heads=12, n_kv_groups=2, d_k=64, d_v=6
         ({"d_k": 7}, "d_k must be even"),
         ({"n_select": 2}, "n_select must be at least 3"),
         ({"n_kv_groups": 0}, "all sizes of a model must be at least 1"),
+        ({"norm_eps": 0.0}, "rope_base, norm_eps and init_std must be positive and finite"),
+        ({"init_std": math.nan}, "rope_base, norm_eps and init_std must be positive and finite"),
         ({"attention": "NSA"}, "attention must be 'nsa' or 'dense'"),
         ({"window": 0}, "all lengths must be at least 1, and compress 'mlp' or 'mean'"),
         ({"compress": "MLP"}, "all lengths must be at least 1, and compress 'mlp' or 'mean'"),

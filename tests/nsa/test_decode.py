@@ -93,9 +93,12 @@ def test_a_window_of_rows_is_the_last_ones_however_many_come_at_once(counts, kee
     assert rows.rows.untyped_storage().nbytes() <= 4 * 2 * keep
 
 
-def test_a_cache_of_another_configuration_is_refused():
-    layer, cache = routed(model_config(), "masked"), Cache(model_config(window=5).nsa)
-    for other in (cache, Cache(None)):
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_a_cache_of_another_configuration_is_refused(attention):
+    config = model_config(attention=attention)
+    layer = Transformer(config).attention_layers()[0]
+    other_kind = Cache(config.nsa if attention == "dense" else None)
+    for other in (other_kind, Cache(model_config(window=5).nsa)):
         with torch.no_grad(), pytest.raises(ValueError, match=r"the cache is for .*, not for"):
             layer(torch.randn(1, 4, 16), other)
         assert other.length == 0
