@@ -202,6 +202,7 @@ def _plan(
         )
         for phase in chosen
     )
+    launch_spec.check_in_use(options.flags, phases)
     if not phases:
         known = [phase.sweep or phase.name for phase in plan.phases]
         raise UsageError(
@@ -299,10 +300,8 @@ def _id(plan: Plan, directory: Path) -> str:
 
 def _run_record(spec: LaunchSpec, index: int, directory: Path) -> Mapping[str, Any]:
     run = directory / f"{index}-{spec.plan.phases[index].name}"
-    contract = {
-        environ.RUN_DIR: str(run.absolute()), environ.RUN_ID: f"{spec.launch}/{run.name}",
-        environ.ATTEMPT: "1",
-    }  # fmt: skip
+    contract = {environ.RUN_DIR: str(run.absolute()), environ.ATTEMPT: "1",
+                environ.RUN_ID: f"{spec.launch}/{run.name}"}  # fmt: skip
     return spec.run_record(index, run, spec.flags(index, {}), contract)
 
 

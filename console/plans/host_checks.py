@@ -201,7 +201,7 @@ def _without_commit(folder: Path) -> str:
 
 
 def shell(case: Case) -> Found:
-    """Lists the shell's variables that configure a training: passed to it, or dropped.
+    """Lists the shell's variables that configure a training: passed to it, dropped or overridden.
 
     A dropped flag that the plan or an option sets for every phase is not listed.
     """
@@ -218,7 +218,11 @@ def shell(case: Case) -> Found:
             f"not handed to the training: {clean(', '.join(dropped))}; launch --flag NAME=VALUE "
             f"sets a flag that `{process.program()} flags` lists"
         )
-    return "unknown" if dropped else "pass", "; ".join(parts) or "the shell sets no flag"
+    used = {key for phase in case.plan.phases if phase.is_ours for key in phase.set}
+    void = [f"{name} has no effect where the plan or --set sets {flags.OWN[name]}"
+            for name in passed if flags.OWN.get(name) in used]  # fmt: skip
+    parts += void
+    return "unknown" if dropped or void else "pass", "; ".join(parts) or "the shell sets no flag"
 
 
 def _is_foreign(name: str) -> bool:

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ from console.plans.gates import demand
 from console.settings_file import Settings
 from console.supervisor import program
 from trainers.contract import VERSION, environ, jsonl, rundir
-from trainers.contract.errors import NotFoundError
+from trainers.contract import flags as registry
+from trainers.contract.errors import NotFoundError, UsageError
 from trainers.settings import resolve
 
 PLAN_ENV, PHASE_FLAGS, LOG_DIR = "plan env", "plan", "--log-dir"
@@ -128,6 +129,18 @@ class LaunchSpec:
             "expects": asdict(phase.expects), "settings": settings, "host": rundir.host_name(),
             "machine": dict(self.host), "git": dict(self.git),
         }  # fmt: skip
+
+
+def check_in_use(given: Mapping[str, str], phases: Iterable[Phase]) -> None:
+    """Raises UsageError if the `set` of a phase overrides one of the given flags."""
+    for phase in phases:
+        for name, value in given.items():
+            key = registry.lookup(name).setting
+            if phase.is_ours and key in phase.set:
+                raise UsageError(
+                    f"the phase {phase.name!r} sets {key}, which overrides {name}; change it with "
+                    f"launch --set {key}={value}"
+                )
 
 
 def load(launch: Path, stored: Mapping[str, Any] | None = None) -> LaunchSpec:

@@ -8,7 +8,7 @@ from typing import Any
 
 from console.action_table import Phases
 from console.model import OPERATOR
-from console.supervisor.launch_spec import FlagValue, LaunchSpec
+from console.supervisor.launch_spec import FlagValue, LaunchSpec, check_in_use
 from trainers.contract import flags
 from trainers.contract.errors import UsageError
 
@@ -46,7 +46,8 @@ class NextFlags:
 
         `args` has the arguments of the request. Returns two values: success, and a sentence. A
         request for another phase is rejected, and a flag that is not valid with the settings of a
-        phase. If a flag is set for all later phases, a change for only the next phase is rejected.
+        phase, or that they override. If a flag is set for all later phases, a change for only the
+        next phase is rejected.
         """
         name, value, planned = args["name"], args.get("value"), self._spec.plan.phases
         phases: Phases = args.get("phases", "next")
@@ -61,6 +62,7 @@ class NextFlags:
         try:
             if value is not None:
                 value = flags.format_value(flags.parse(name, value))
+                check_in_use({name: value}, planned[index:last])
                 changed[name] = {"value": value, "by": by, "ts": time.time(), "phases": phases}
             pending = {key: FlagValue(flag["value"], "operator") for key, flag in changed.items()}
             for each in range(index, last):

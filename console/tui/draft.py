@@ -15,7 +15,7 @@ from console.tui.confirmations import CannotAsk, Choice, Question
 def next_phase_values(launch: LaunchState) -> Mapping[str, str]:
     """Returns the planned values of flags in the next phase, or {} if no phase is left.
 
-    The values come from the flags of the phase, or else from its settings. Raises ContractError if
+    The values come from the settings of the phase, or else from its flags. Raises ContractError if
     the plan of the launch cannot be read.
     """
     if not launch.rest:
@@ -27,7 +27,7 @@ def next_phase_values(launch: LaunchState) -> Mapping[str, str]:
     given = launch_spec.load(Path(launch.path))
     flags = given.flags(index, {})
     held = flag_settings(given.settings(index, flags))
-    return {**held, **{name: flag.value for name, flag in flags.items()}}
+    return {**{name: flag.value for name, flag in flags.items()}, **held}
 
 
 DEFAULT_PLAN = "cpu_smoke"
@@ -93,7 +93,7 @@ class Draft:
             from console.sources.json_documents import flag_settings
 
             plan, settings = prepared.plan, prepared.phases[0]["settings"]
-            found = {**flag_settings(settings), **plan.env, **plan.phases[0].flags}
+            found = {**plan.env, **plan.phases[0].flags, **flag_settings(settings)}
             self.planned = {name: found[name] for name in found.keys() - options.flags.keys()}
 
     @property

@@ -131,6 +131,16 @@ def test_our_flags_in_the_shell_are_taken_with_their_origin_below_the_command_li
         actions.prepare(chosen)
 
 
+def test_a_flag_that_the_plan_overrides_with_its_set_is_rejected(tmp_path):
+    phases = [{"name": "one"}, {"name": "two", "set": {"train.accumulate": 2}}]
+    chosen = LaunchOptions(plan(tmp_path, phases=phases), root=tmp_path, flags={"NSA_ACCUM": "4"})
+    says = "'two' sets train.accumulate, which overrides NSA_ACCUM; .* --set train.accumulate=4"
+    with pytest.raises(UsageError, match=says):
+        actions.prepare(chosen)
+    (first,) = actions.prepare(replace(chosen, phase="one")).phases
+    assert first["settings"]["train.accumulate"]["value"] == 4
+
+
 def test_our_own_trainer_is_resolved_with_an_origin_for_each_setting(tmp_path):
     chosen = LaunchOptions(
         plan="cpu_smoke", root=tmp_path, phase="plumbing",

@@ -203,7 +203,7 @@ class Launch(Scrolls, View):
             (state, launch), own = shown, shown[0].own_phase
             when = launch.rest[0].name if launch.rest else ""
             changed = {flag.name: flag.value for flag in launch.next_flags}
-            now = {**state.decided, **state.environment}
+            now = {**state.environment, **state.decided}
             self._items = flag_list.items(now, snapshot.coming or None, changed)
             later = " and later" if self._later == "all" else ""
             runs = launch.under_way or state.state in LIVE_STATES

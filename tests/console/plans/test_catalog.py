@@ -205,6 +205,14 @@ def test_the_variables_of_the_shell_are_named_as_passed_or_not(
     assert (found.result, found.text) == (result, text)
 
 
+def test_a_variable_that_the_plan_overrides_with_its_set_is_reported(tmp_path, empty_shell):
+    empty_shell.setenv("NSA_ACCUM", "4")
+    plan = written(tmp_path, phases=[{"name": "one", "set": {"train.accumulate": 2}}])
+    found = row("shell", plan)
+    says = "NSA_ACCUM has no effect where the plan or --set sets train.accumulate"
+    assert (found.result, says in found.text) == ("unknown", True), found.text
+
+
 def test_a_variable_that_the_plan_or_an_option_sets_is_not_reported(tmp_path, empty_shell):
     empty_shell.setenv("NCCL_DEBUG", "INFO")
     empty_shell.setenv("OMP_NUM_THREADS", "4")

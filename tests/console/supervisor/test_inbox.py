@@ -12,10 +12,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from console import actions
+from console import actions, plan
 from console.sources import process
 from console.supervisor import inbox
 from console.supervisor.inbox import Inbox, Poller, Request
+from console.supervisor.launch_spec import LaunchSpec
+from console.supervisor.next_flags import NextFlags
 from console.supervisor.rundir_io import Directory
 from tests import owners
 from tests.launches import HANG_GUARD_S, phase
@@ -304,3 +306,16 @@ def test_a_request_is_found_also_where_the_run_directory_cannot_be_read(polls, t
     assert polls.poller.start([], attempt, 0.0)
     polls.finish()
     assert polls.found == ["stop"]
+
+
+def test_a_flag_that_the_next_phase_overrides_with_its_set_is_rejected():
+    phases = [{"name": "one"}, {"name": "two", "set": {"train.accumulate": 2}}]
+    flags = NextFlags(LaunchSpec("x", plan.parse({"name": "x", "phases": phases}, ""), "x"))
+    asked = {"name": "NSA_ACCUM", "value": "8", "phases": "all"}
+    for index, args in ((1, asked | {"phases": "next"}), (0, asked)):
+        done, text = flags.set(index, args, "x")
+        assert (done, "'two' sets train.accumulate, which overrides NSA_ACCUM" in text) == (
+            False, True,
+        ), text  # fmt: skip
+    assert flags.set(0, asked | {"phases": "next"}, "x")[0]
+    assert flags.set(1, {"name": "NSA_ACCUM"}, "x")[0], "a flag can always be reset"

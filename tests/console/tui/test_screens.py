@@ -217,6 +217,12 @@ async def test_what_the_next_phase_gets_is_what_the_supervisor_would_give_it(tmp
     assert re.search(r"NSA_SEL_RANGES_V2 .*→ 0", flag_line(end, "NSA_SEL_RANGES_V2")), end
 
 
+async def test_a_flag_that_the_set_of_the_plan_overrides_is_shown_with_the_value_in_use():
+    state = recorded.running(environment={"NSA_ACCUM": "4"}, decided={"NSA_ACCUM": "2"})
+    text = await seen(state, (80, 60), keys=("2",))
+    assert re.search(r"NSA_ACCUM +2\b", flag_line(text, "NSA_ACCUM")), text
+
+
 async def test_after_the_last_phase_nothing_is_next(tmp_path):
     launch = planned(tmp_path, phase=2, phases=recorded.phases(2))
     state = recorded.running(
