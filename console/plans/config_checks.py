@@ -84,7 +84,7 @@ def config(case: Case, index: int) -> Found:
     if phase.sweep and steps < least:
         text = f"train.steps is {steps}, and a run of a sweep needs at least {least} steps"
         return "fail", f"{text} to be compared; correct train.steps"
-    if same := sweep.unchanged(case.plan.phases, case.settings, phase.sweep):
+    if same := sweep.unchanged(case.plan, case.settings, phase.sweep):
         return "fail", f"{same}, although they should differ in it; correct the variants"
     if steps < LAST_STEPS and (names := gates.needing(phase.gates, gates.OF_LAST_STEPS)):
         text = f"train.steps is {steps}, and {', '.join(names)} needs {LAST_STEPS} steps"

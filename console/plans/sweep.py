@@ -18,7 +18,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from console import status_text
-from console.plan import LIMITS, NAME, Phase, highest_p
+from console.plan import LIMITS, NAME, Phase, Plan, highest_p
 from console.plans import launch_facts
 from console.plans.gate_check import poll_confirmed
 from console.sources import json_documents, launches
@@ -37,8 +37,10 @@ MOST_TOKENS = 1e12
 FACTS: Mapping[str, tuple[str, ...]] = {
     "parameters": ("model.",), "tokens_per_step": ("data.seq_len", "train."), "versions": (),
     "cuda": (), "device": ("train.device",), "threads_per_rank": ("OMP_NUM_THREADS",),
-    "strategy": (), "comm_backend": ("train.device",), "comm_hook": ("ddp.",),
-    "backend": ("attention.", "model.", "data.", "train.precision", "train.device"),
+    "strategy": ("train.strategy",), "comm_backend": ("train.device",),
+    "comm_hook": ("ddp.", "train.strategy"),
+    "backend": ("attention.", "model.", "data.", "train.precision", "train.device",
+                "train.batch_size", "OMP_NUM_THREADS"),
 }  # fmt: skip
 """Keys of env.json that must agree; settings and flags with these prefixes may change a value."""
 OF_RUN = ("git", "host", "world")
@@ -161,22 +163,22 @@ def check_variants(
                 )
 
 
-def unchanged(
-    phases: Sequence[Phase], settings: Sequence[Mapping[str, Any]], sweep: str
-) -> str:  # fmt: skip
-    """Returns a setting in which the variants of a sweep differ, but not its runs, or "".
+def unchanged(plan: Plan, settings: Sequence[Mapping[str, Any]], sweep: str) -> str:
+    """Returns a setting or flag in which the variants of a sweep differ, but not its runs, or "".
 
     For example, one variant sets the value that the other variants have by default. `settings` has
     the resolved settings of each phase.
     """
     runs = [
-        (_given(asdict(phase)), held)
-        for phase, held in zip(phases, settings, strict=True) if sweep and phase.sweep == sweep
+        ({name: str(value) for name, value in {**phase.flags, **phase.set}.items()}, held)
+        for phase, held in zip(plan.phases, settings, strict=True) if sweep and phase.sweep == sweep
     ]  # fmt: skip
-    for key in dict.fromkeys(key for given, _ in runs for key in given):
-        values = {str(held[key]["value"]) for _, held in runs if key in held}
-        if len({given.get(key) for given, _ in runs}) > 1 and len(values) == 1:
-            return f"{key} is {values.pop()} in all variants of {sweep}"
+    for name in dict.fromkeys(name for given, _ in runs for name in given):
+        key = flags.OWN.get(name, name)
+        used = {str(held[key]["value"] if key in held else {**plan.env, **given}.get(name))
+                for given, held in runs}  # fmt: skip
+        if len({given.get(name) for given, _ in runs}) > 1 and len(used) == 1:
+            return f"{key} is {used.pop()} in all variants of {sweep}"
     return ""
 
 
@@ -302,11 +304,11 @@ def _changes(phase: Mapping[str, Any], planned: Mapping[str, Sequence[Planned]])
 
 def _given(phase: Mapping[str, Any]) -> dict[str, str]:
     """Returns the settings and flags of a phase; a flag of a setting has the key of the setting."""
-    given = {key: str(value) for key, value in jsonl.mapping(phase, "set").items()}
-    return given | {
+    given = {
         flags.OWN.get(name, name): str(value)
         for name, value in jsonl.mapping(phase, "flags").items()
     }
+    return given | {key: str(value) for key, value in jsonl.mapping(phase, "set").items()}
 
 
 def _measure(path: Path) -> Run | str:

@@ -57,6 +57,16 @@ def test_the_faster_variant_is_named_with_its_figures_and_routes(launch, capsys)
     assert found["p_values"] == [["mb50", "mb25", 2**-8]]
 
 
+def test_the_set_of_the_variants_overrides_a_flag_of_the_plan(launch, capsys):
+    entries = (rundir.read_json(launch / rundir.PLAN) or {})["phases"]
+    for entry in entries:
+        entry["set"] = {"ddp.bucket_mb": entry["flags"]["NSA_DDP_BUCKET_MB"]}
+        entry["flags"] = {"NSA_DDP_BUCKET_MB": "25"}
+    directory.change(launch / rundir.PLAN, phases=entries)
+    code, out = said(capsys, "compare", launch)
+    assert (code, out.startswith("bucket: mb50 is at least")) == (0, True), out
+
+
 @pytest.mark.parametrize(
     ("what", "words"),
     [

@@ -86,6 +86,9 @@ def test_a_sweep_whose_variants_have_the_same_value_is_refused(tmp_path):
         assert text.startswith(same) == (wanted == "fail"), text
     library = {"rounds": 9, "variants": {"a": {}, "b": {"flags": {"NCCL_PROTO": "Simple"}}}}
     assert row("config one b", tmp_path, {"train.steps": "30"}, phase=library)[0] == "pass"
+    same = {"env": {"NCCL_PROTO": "Simple"}}
+    result, text = row("config one b", tmp_path, {"train.steps": "30"}, phase=library, **same)
+    assert (result, text.startswith("NCCL_PROTO is Simple in all variants")) == ("fail", True), text
 
 
 @pytest.mark.parametrize("package", ["mine", "console"])

@@ -163,10 +163,40 @@ def test_a_value_of_all_phases_replaces_no_value_in_which_variants_differ(
         actions.prepare(options)
 
 
-def test_a_variable_of_the_attention_may_change_its_route() -> None:
-    other = variant("b", [1.0] * 8, {"attention.no_flash": "1"}, backend={"win": "math"})
-    first = variant("a", [1.0] * 8, {}, **{"attention.no_flash": "0"})
-    assert not compare("sdpa", [first, other]).refusal
+@pytest.mark.parametrize(
+    ("key", "values", "facts"),
+    [
+        ("attention.no_flash", ("0", "1"), {"backend": {"win": "math"}}),
+        ("train.batch_size", ("1", "8"), {"backend": {"win": "banded, heads folded"}}),
+        ("OMP_NUM_THREADS", ("1", "32"), {"backend": {"win": "banded, heads folded"}}),
+        ("train.strategy", ("ddp", "fsdp"), {"strategy": "fsdp", "comm_hook": "bf16"}),
+    ],
+)
+def test_a_variable_may_change_the_facts_that_depend_on_it(
+    key: str, values: tuple[str, str], facts: Any
+) -> None:
+    first, other = (variant(value, [1.0] * 8, {key: value}) for value in values)
+    changed = tuple(replace(run, facts={**run.facts, **facts}) for run in other.runs)
+    assert not compare("x", [first, replace(other, runs=changed)]).refusal
+
+
+def test_the_value_of_a_setting_is_that_of_set_and_not_of_a_flag(tmp_path: Path) -> None:
+    path = tmp_path / "buckets.yaml"
+
+    def prepared(by: str, key: str, more: Any, **options: Any) -> actions.Prepared:
+        variants = {f"mb{value}": {by: {key: value}} for value in (25, 50)}
+        phase = PLAN["phases"][0] | {"variants": variants}
+        phase["set"] = phase["set"] | more.get("set", {})
+        path.write_text(yaml.safe_dump(PLAN | {"phases": [more | phase]}))
+        return actions.prepare(LaunchOptions(str(path), root=tmp_path, **options))
+
+    inherited = {"flags": {"NSA_DDP_BUCKET_MB": 25}}
+    assert prepared("set", "ddp.bucket_mb", inherited).ok
+    with pytest.raises(UsageError, match=r"the variants of bucket differ in ddp\.bucket_mb"):
+        prepared("set", "ddp.bucket_mb", inherited, sets={"ddp.bucket_mb": "10"})
+    found = prepared("flags", "NSA_DDP_BUCKET_MB", {"set": {"ddp.bucket_mb": 10}})
+    text = next(check.text for check in found.checks if check.result == "fail")
+    assert text.startswith("ddp.bucket_mb is 10 in all variants of bucket")
 
 
 def test_the_variant_that_is_slower_for_certain_is_named_whatever_its_rank() -> None:
