@@ -48,7 +48,7 @@ def find(name: str) -> Path:
 
 
 def load(name: str) -> Plan:
-    """Returns a plan whose name, gates and watch rules were checked. Raises UsageError."""
+    """Returns a plan whose name, args, gates and watch rules were checked. Raises UsageError."""
     path, known = find(name), files()
     plan = plan_file.load(path)
     named = known.get(plan.name)
@@ -63,6 +63,11 @@ def load(name: str) -> Plan:
     for index, phase in enumerate(plan.phases):
         where = f"{path}: phase {phase.name!r}"
         gates.check(phase.gates, where)
+        if phase.args and phase.is_ours:
+            raise UsageError(
+                f"{where}: 'args' is only for a foreign program; use 'set' for the settings of "
+                f"{phase.module}, for example {{train.steps: 200}}"
+            )
         if why := gates.why_no_single(plan.phases, index):
             raise UsageError(f"{where}: {why}; add such a phase, or remove the gate")
     restarting = [name for name, rule in plan.watch.rules.items() if rule.action == "restart"]

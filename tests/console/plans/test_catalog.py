@@ -174,6 +174,15 @@ def test_a_rule_that_restarts_needs_a_policy(tmp_path):
     assert catalog.load(str(path)).restart.when == "crash"
 
 
+def test_a_phase_of_our_trainers_has_its_settings_in_set_and_not_in_args(tmp_path):
+    """The preflight, the gates and the watch rules would use other settings than the training."""
+    phase = {"name": "one", "args": ["--steps", "200"]}
+    says = r"phase 'one': 'args' is only for a foreign program; use 'set' .*{train\.steps: 200}"
+    with pytest.raises(UsageError, match=says):
+        catalog.load(written(tmp_path, phases=[phase]))
+    assert catalog.load(written(tmp_path, phases=[PHASES[0] | phase])).phases[0].args
+
+
 END = "; launch --flag NAME=VALUE sets a flag that `nsa-console flags` lists"
 SHELL_CASES = [
     ({"NSA_LR": "3e-4", "NCCL_DEBUG": "INFO", "NCCL_FOO": "1", "CUDA_DEVICE_ORDER": "x"}, "unknown",
