@@ -9,14 +9,15 @@ import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 from console import access
-from console.model import Result
+from console.model import RESULTS, Result
 from console.plan import Phase
 from console.plans import gates, gpu_checks, launch_facts, sweep
 from console.plans.case import Case, Found
@@ -33,7 +34,16 @@ KEYS = {
     "tokens_per_step": ("train.batch_size", "train.accumulate", "data.seq_len"),
 }
 """Prefixes of the settings on which each expected fact depends."""
-STATISTICS = "report.disable_aux_stats"
+STEPS, SAVE_EVERY = "train.steps", "checkpoint.every"
+GATE_VALUES: tuple[tuple[tuple[str, ...], str, tuple[Any, ...]], ...] = (
+    (gates.OF_STATISTICS, "report.disable_aux_stats", (False,)),
+    (gates.OF_STATISTICS, "model.attention", ("nsa",)),
+    (("bytes_right",), "data.source", ("recall",)),
+    (("comm_hook_active",), "ddp.compress", ("fp16", "bf16")),
+    (("comm_hook_active",), "train.strategy", ("ddp",)),
+    (gates.OF_GPU_MEMORY, "train.device", ("cuda", "auto")),
+)
+"""Names or figures of gates, and the values of a setting without which they cannot pass."""
 RECORDS_BYTES = 1 << 30
 """Space for the records and logs of a launch."""
 STATE_VALUES = 4
@@ -71,7 +81,7 @@ def _is_there(phase: Phase) -> bool:
 
 
 def config(case: Case, index: int) -> Found:
-    """Checks the steps, gates and statistics of a phase, and the facts that the plan expects.
+    """Checks the steps, gates and variants of a phase, and the facts that the plan expects.
 
     A failure that a setting of `--set` may have caused is only a warning. But too few steps in a
     sweep are always a failure.
@@ -86,20 +96,56 @@ def config(case: Case, index: int) -> Found:
         return "fail", f"{text} to be compared; correct train.steps"
     if same := sweep.unchanged(case.plan, case.settings, phase.sweep):
         return "fail", f"{same}, although they should differ in it; correct the variants"
-    if steps < LAST_STEPS and (names := gates.needing(phase.gates, gates.OF_LAST_STEPS)):
-        text = f"train.steps is {steps}, and {', '.join(names)} needs {LAST_STEPS} steps"
-        return _failure(resolved, "train.steps"), f"{text}; correct train.steps, or remove the gate"
-    if case.value(index, STATISTICS) and (names := gates.needing(phase.gates, gates.OF_STATISTICS)):
-        text = f"{STATISTICS}=true ({resolved[STATISTICS]['origin']}) leaves {', '.join(names)}"
-        return _failure(
-            resolved, STATISTICS
-        ), f"{text} without a value; use NSA_DISABLE_AUX_STATS=0"
+    problems = [*_wrong_gates(case, index), *_wrong_figures(case, index)]
+    problems += [("unknown", why)] if why else []
+    if problems:
+        return min(problems, key=lambda found: RESULTS.index(found[0]))
     found = _figures(case, index)
-    text = (
+    expected = any(value for name, value in asdict(phase.expects).items() if name in KEYS)
+    return "pass", (
         f"{len(resolved)} settings are valid: {found.parameters:,} parameters, sequences of "
         f"{found.seq_len:,}, {found.tokens_per_step:,} tokens per step, checkpoints of "
-        f"{size(found.checkpoint_bytes)}"
+        f"{size(found.checkpoint_bytes)}{', as the plan expects' if expected else ''}"
     )
+
+
+def _wrong_gates(case: Case, index: int) -> Iterator[Found]:
+    """Yields one result if gates without an override cannot pass with the settings of a phase.
+
+    An operator can save further checkpoints, so too few scheduled ones are only a warning.
+    """
+    resolved, needs = case.settings[index], dict[str, list[str]]()
+    for name, bound in case.plan.phases[index].gates.items():
+        if not gates.demand(bound).override:
+            for key, needed in _needs(case, index, name, gates.demand(bound)):
+                needs.setdefault(key, []).append(f"{name} needs {needed}")
+    if needs:
+        results = {"unknown" if key == SAVE_EVERY else _failure(resolved, key) for key in needs}
+        texts = (f"{key} is {str(resolved[key]['value']).lower()} ({resolved[key]['origin']}), and "
+                 + ", ".join(found) for key, found in needs.items())  # fmt: skip
+        text = f"{'; '.join(texts)}; correct {' and '.join(needs)}, or remove the gates"
+        yield min(results, key=RESULTS.index), text
+
+
+def _needs(case: Case, index: int, name: str, wanted: gates.Demand) -> Iterator[tuple[str, str]]:
+    """Yields the key and the needed value of each setting with which a gate cannot pass."""
+    names, value = {name, gates.RULES[name].figure}, partial(case.value, index)
+    steps, every = value(STEPS), value(SAVE_EVERY)
+    least = [*wanted.at, wanted.bound if name == "steps_done" else 0]
+    least += [LAST_STEPS] if names & {*gates.OF_LAST_STEPS} else []
+    if steps < max(least):
+        yield STEPS, f"{max(least):,} steps"
+    for of, key, accepted in GATE_VALUES:
+        if names & {*of} and value(key) not in accepted:
+            yield key, " or ".join(map(str, accepted)).lower()
+    at_end = value("checkpoint.at_end") and not (every and steps % every == 0)
+    if name in gates.OF_CHECKPOINTS and (steps // every if every else 0) + at_end < wanted.bound:
+        yield SAVE_EVERY, f"{wanted.bound:,} checkpoints"
+
+
+def _wrong_figures(case: Case, index: int) -> Iterator[Found]:
+    """Yields one result if figures differ from those that a phase expects."""
+    phase, found = case.plan.phases[index], _figures(case, index)
     expected = {name: fact for name, fact in asdict(phase.expects).items() if fact and name in KEYS}
     wrong = {name: fact for name, fact in expected.items() if getattr(found, name) != fact}
     if wrong:
@@ -108,14 +154,9 @@ def config(case: Case, index: int) -> Found:
             for name, fact in wrong.items()
         )
         used = phase.config or "no config, so it trains the built-in toy"
-        results = {_failure(resolved, *KEYS[name]) for name in wrong}
-        return "fail" if "fail" in results else "unknown", (
-            f"{said}; the phase uses {used}; correct --set, or config, set, nproc or expects of "
-            "the phase"
-        )
-    if why:
-        return "unknown", why
-    return "pass", f"{text}{', as the plan expects' if expected else ''}"
+        results = {_failure(case.settings[index], *KEYS[name]) for name in wrong}
+        text = f"{said}; the phase uses {used}; correct --set, or config, set, nproc or expects"
+        yield min(results, key=RESULTS.index), f"{text} of the phase"
 
 
 def _failure(resolved: Mapping[str, Any], *prefixes: str) -> Result:

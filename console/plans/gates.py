@@ -9,7 +9,7 @@ for `steps_done` if a later run loaded the last checkpoint.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,6 +34,7 @@ OF_LAST_STEPS = (*measures.OF_LAST_STEPS, SCALING)
 OF_CHECKPOINTS = ("checkpoints_at_least", "checkpoints_loaded_at_least")
 """Gates that count over all steps; a run that resumed another run needs its share of the bound."""
 OF_STATISTICS = ("entropy_min", "collapse_max")
+OF_GPU_MEMORY = ("memory_mib", "memory_growth_mib")
 LARGEST_BOUND = 1e300
 DEMAND_KEYS, MAX_REASON = ("bound", "at", "override"), 200
 RANK0, RANKS = "heartbeat_rank0.jsonl", "heartbeat_rank*.jsonl"
@@ -162,12 +163,6 @@ def check(bounds: Mapping[str, Any], where: str) -> None:
         if given not in takes:
             raise UsageError(f"{where}: the gate {name} cannot be {bound!r}; use {takes}")
         _check_mapping(rule, value, wanted, where)
-
-
-def needing(bounds: Mapping[str, Any], names: Collection[str]) -> list[str]:
-    """Returns the gates without an override that have one of these names or figures."""
-    return [name for name, value in bounds.items()
-            if not demand(value).override and {name, RULES[name].figure} & {*names}]  # fmt: skip
 
 
 def why_no_single(phases: Sequence[Phase], index: int) -> str:

@@ -298,10 +298,10 @@ def test_a_phase_has_the_steps_that_its_gates_need(tmp_path, steps):
     phase = {"name": "one", "config": "configs/tiny_cpu.yaml", "set": {"train.steps": steps},
              "gates": {"loss_finite": True, "toks_per_s_50_above": 1}}  # fmt: skip
     found = expected(tmp_path, phases=[phase])
-    text = "train.steps is 49, and toks_per_s_50_above needs 50 steps"
-    assert (found.result == "pass", text in found.text) == (steps == 50, steps == 49)
+    text = "train.steps is 49 ({}), and toks_per_s_50_above needs 50 steps"
+    assert (found.result == "pass", text.format("plan") in found.text) == (steps == 50, steps == 49)
     by_hand = expected(tmp_path, {"train.steps": "49"}, phases=[phase])
-    assert (by_hand.result, text in by_hand.text) == ("unknown", True)
+    assert (by_hand.result, text.format("--set") in by_hand.text) == ("unknown", True)
     phase["gates"]["toks_per_s_50_above"] = {"bound": 1, "override": "only a trial"}
     assert expected(tmp_path, phases=[phase]).result == "pass"
 
@@ -312,12 +312,57 @@ def test_gates_on_the_attention_gate_need_its_statistics(tmp_path):
     phase = {"name": "one", "config": "configs/tiny_cpu.yaml", "gates": bounds}
     without = expected(tmp_path, phases=[phase | {"flags": {"NSA_DISABLE_AUX_STATS": "1"}}])
     assert (without.result, without.text) == (
-        "fail", "report.disable_aux_stats=true (flag NSA_DISABLE_AUX_STATS) leaves entropy_above "
-        "without a value; use NSA_DISABLE_AUX_STATS=0",
+        "fail", "report.disable_aux_stats is true (flag NSA_DISABLE_AUX_STATS), and entropy_above "
+        "needs false; correct report.disable_aux_stats, or remove the gates",
     )  # fmt: skip
     by_hand = expected(tmp_path, {"report.disable_aux_stats": "true"}, phases=[phase])
-    assert (by_hand.result, "leaves entropy_above without" in by_hand.text) == ("unknown", True)
+    assert (by_hand.result, "and entropy_above needs false" in by_hand.text) == ("unknown", True)
     assert expected(tmp_path, phases=[phase]).result == "pass"
+
+
+SAVES = {"checkpoint.every": 20, "checkpoint.at_end": False}
+IMPOSSIBLE = [
+    ({}, {"steps_done": 300}, "train.steps is 60 (plan), and steps_done needs 300 steps"),
+    ({}, {"fetch_below_s": {"bound": 5, "at": [100, 500]}}, "and fetch_below_s needs 500 steps"),
+    ({"model.attention": "dense"}, {"entropy_above": 0.5, "collapse_below": 1},
+     "model.attention is dense (plan), and entropy_above needs nsa, collapse_below needs nsa"),
+    ({"data.source": "text"}, {"bytes_right": 0.9}, "and bytes_right needs recall"),
+    ({}, {"comm_hook_active": True}, "ddp.compress is none (default), and comm_hook_active needs"),
+    ({"train.strategy": "fsdp"}, {"comm_hook_active": True}, "comm_hook_active needs ddp"),
+    ({"train.device": "cpu"}, {"gpu_mem_below_mib": 1}, "and gpu_mem_below_mib needs cuda"),
+    (SAVES, {"checkpoints_at_least": 4}, "20 (plan), and checkpoints_at_least needs 4 checkpoints"),
+    (SAVES | {"checkpoint.at_end": True}, {"checkpoints_at_least": 4}, "needs 4 checkpoints"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sets", "bounds", "text"), IMPOSSIBLE)
+def test_a_gate_that_cannot_pass_is_refused_before_the_launch(tmp_path, sets, bounds, text):
+    """An operator can save further checkpoints, so too few of them are only a warning."""
+    phase = {"name": "one", "config": "configs/tiny_cpu.yaml", "gates": bounds,
+             "set": {"train.steps": 60} | sets}  # fmt: skip
+    found = expected(tmp_path, phases=[phase], expects={})
+    result = "unknown" if sets.keys() & SAVES else "fail"
+    assert (found.result, text in found.text) == (result, True), found.text
+    overridden = {name: {"bound": bound, "override": "why"} for name, bound in bounds.items()
+                  if not isinstance(bound, dict)}  # fmt: skip
+    assert expected(tmp_path, phases=[phase | {"gates": overridden}], expects={}).result == "pass"
+
+
+def test_gates_that_can_pass_are_accepted(tmp_path):
+    sets = {"train.steps": 100, "data.source": "recall", "checkpoint.every": 50}
+    bounds = {"steps_done": 100, "fetch_below_s": {"bound": 5, "at": 100}, "bytes_right": 0.9,
+              "loss_falls": True, "entropy_above": 0.5, "checkpoints_at_least": 2}  # fmt: skip
+    phase = {"name": "one", "config": "configs/tiny_cpu.yaml", "set": sets, "gates": bounds}
+    assert expected(tmp_path, phases=[phase]).result == "pass"
+
+
+def test_a_gate_that_set_makes_impossible_hides_no_wrong_config(tmp_path):
+    phase = {"name": "one", "config": "configs/tiny_cpu.yaml", "gates": {"steps_done": 60}}
+    by_hand = expected(tmp_path, {"train.steps": "59"}, phases=[phase])
+    assert (by_hand.result, "steps_done needs 60 steps" in by_hand.text) == ("unknown", True)
+    wrong = {**EXPECTS, "parameters": 9}
+    found = expected(tmp_path, {"train.steps": "59"}, phases=[phase], expects=wrong)
+    assert (found.result, "the plan expects 9" in found.text) == ("fail", True)
 
 
 def test_a_difference_that_set_makes_is_a_warning(tmp_path):
