@@ -360,7 +360,7 @@ HALTING = tuple(rule.name for rule in TABLE if rule.anomaly)
 
 
 def check(watch: Watch, where: str) -> None:
-    """Raises UsageError for an unknown rule, or for an action that the rule cannot have."""
+    """Raises UsageError for an unknown rule, an action that it cannot have, or a wrong share."""
     for name, given in watch.rules.items():
         if name not in RULES:
             raise UsageError(f"{where}: there is no watch rule {name!r}{did_you_mean(name, RULES)}")
@@ -368,6 +368,10 @@ def check(watch: Watch, where: str) -> None:
             raise UsageError(
                 f"{where}: the watch rule {name!r} cannot have the action {given.action}, because "
                 "it has no second source; use warn or dump"
+            )
+        if RULES[name].unit == "share" and (given.threshold or 0) >= 1:
+            raise UsageError(
+                f"{where}: the threshold of the rule {name!r} is a share below 1: 0.9 for 90 %"
             )
 
 

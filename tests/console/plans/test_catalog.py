@@ -183,6 +183,16 @@ def test_a_phase_of_our_trainers_has_its_settings_in_set_and_not_in_args(tmp_pat
     assert catalog.load(written(tmp_path, phases=[PHASES[0] | phase])).phases[0].args
 
 
+def test_a_threshold_that_is_a_share_is_no_percentage(tmp_path):
+    """`watchdog --help` prints 95 %, and no share of memory reaches 90."""
+    for threshold in (90, 1):
+        rules = {"memory_ceiling": {"threshold": threshold, "action": "halt"}}
+        with pytest.raises(UsageError, match=r"'memory_ceiling' is a share below 1: 0\.9 for 90 %"):
+            catalog.load(written(tmp_path, watch={"rules": rules}))
+    rules = {"memory_ceiling": {"threshold": 0.9}, "late": {"threshold": 3}}
+    assert catalog.load(written(tmp_path, watch={"rules": rules}))
+
+
 END = "; launch --flag NAME=VALUE sets a flag that `nsa-console flags` lists"
 SHELL_CASES = [
     ({"NSA_LR": "3e-4", "NCCL_DEBUG": "INFO", "NCCL_FOO": "1", "CUDA_DEVICE_ORDER": "x"}, "unknown",
