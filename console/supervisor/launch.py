@@ -229,15 +229,15 @@ class Launch:
         name = entry["name"]
         gate_words = f", gates {RESULT_WORDS[result]}" if run.gates else ""
         self._event("phase", f"{name} {run.state}{gate_words}: {run.why}")
+        own, *later = self._spec.plan.phases[self._index :]
         if reason := self._why_no_next(run, result):
             self._end(f"{name}: {reason}")
-        elif self._index + 1 == len(self._phases):
+        elif not later:
             self._end(DONE)
-        elif self._spec.plan.between == "ask":
+        elif self._spec.plan.between == "ask" and (not own.sweep or own.sweep != later[0].sweep):
             self.state = "waiting"
-            following = self._phases[self._index + 1]["name"]
             command = process.command("do", self._path, "proceed")
-            self._why = f"{name} is done; to start {following}: {command}"
+            self._why = f"{name} is done; to start {later[0].name}: {command}"
             self._event("state", self._why, "crit")
             self._publish()
         else:

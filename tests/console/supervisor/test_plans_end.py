@@ -239,6 +239,18 @@ def test_an_end_whose_records_cannot_be_read_is_not_completed_and_starts_no_phas
     assert status_text.launch_exit_code(seen.launch) == code
 
 
+def test_a_plan_waits_after_a_sweep_and_not_between_its_runs(begin, tmp_path):
+    (tmp_path / "short.py").touch()
+    one = {"name": "one", "script": str(tmp_path / "short.py"), "nproc": 1}
+    sweep = one | {"rounds": 9, "variants": {"a": {}, "b": {"flags": {"NCCL_PROTO": "Simple"}}}}
+    started = begin(sweep, one | {"name": "two"}, between="ask", shell=STUB)
+    started.wait(lambda: started.plan_state["state"] == "waiting")
+    states = [entry["state"] for entry in started.plan_state["phases"]]
+    assert states == ["completed"] * 18 + ["next"]
+    assert started.ask("halt")["ok"]
+    started.wait_end()
+
+
 def test_a_directory_that_is_moved_while_a_plan_waits_pages(begin, tmp_path, monkeypatch):
     kept = tmp_path / "kept"
     kept.mkdir()
