@@ -96,8 +96,9 @@ def config(case: Case, index: int) -> Found:
         return "fail", f"{text} to be compared; correct train.steps"
     if same := sweep.unchanged(case.plan, case.settings, phase.sweep):
         return "fail", f"{same}, although they should differ in it; correct the variants"
-    problems = [*_wrong_gates(case, index), *_wrong_figures(case, index)]
-    problems += [("unknown", why)] if why else []
+    problems: list[Found] = [*_wrong_gates(case, index), *_wrong_figures(case, index)]
+    if why:
+        problems.append(("unknown", why))
     if problems:
         return min(problems, key=lambda found: RESULTS.index(found[0]))
     found = _figures(case, index)
@@ -120,7 +121,9 @@ def _wrong_gates(case: Case, index: int) -> Iterator[Found]:
             for key, needed in _needs(case, index, name, gates.demand(bound)):
                 needs.setdefault(key, []).append(f"{name} needs {needed}")
     if needs:
-        results = {"unknown" if key == SAVE_EVERY else _failure(resolved, key) for key in needs}
+        results: set[Result] = {
+            "unknown" if key == SAVE_EVERY else _failure(resolved, key) for key in needs
+        }
         texts = (f"{key} is {str(resolved[key]['value']).lower()} ({resolved[key]['origin']}), and "
                  + ", ".join(found) for key, found in needs.items())  # fmt: skip
         text = f"{'; '.join(texts)}; correct {' and '.join(needs)}, or remove the gates"
@@ -154,7 +157,7 @@ def _wrong_figures(case: Case, index: int) -> Iterator[Found]:
             for name, fact in wrong.items()
         )
         used = phase.config or "no config, so it trains the built-in toy"
-        results = {_failure(case.settings[index], *KEYS[name]) for name in wrong}
+        results: set[Result] = {_failure(case.settings[index], *KEYS[name]) for name in wrong}
         text = f"{said}; the phase uses {used}; correct --set, or config, set, nproc or expects"
         yield min(results, key=RESULTS.index), f"{text} of the phase"
 
