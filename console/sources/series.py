@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
-from statistics import median_low
+from statistics import median, median_low
 
 RAW_RECORDS = 600
 SPANS_S, KEPT_SPANS = (10, 60, 600, 7200), (1080, 1440, 4032, 4032)
@@ -270,12 +270,14 @@ class Series:
         return list(self.durations_s)[left_out:]
 
     def step_percentiles_s(self) -> tuple[float, float, int] | None:
-        """Returns p50 and p99 of the last step durations, and the number of steps, or None."""
+        """Returns p50 and p99 of the last step durations, and the number of steps, or None.
+
+        At most one step in a hundred takes longer than p99.
+        """
         steps = sorted(self.durations_s)
         if not steps:
             return None
-        p50, p99 = (steps[round(q * (len(steps) - 1))] for q in (0.5, 0.99))
-        return p50, p99, len(steps)
+        return median(steps), steps[math.ceil(0.99 * len(steps)) - 1], len(steps)
 
     def eta_s(self, step: int, planned: int) -> float | None:
         """Returns the seconds to the planned step: 0 if it is reached, None without a known speed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from unittest.mock import patch
 
@@ -13,7 +14,7 @@ from console import status_text
 from console.sources import series as series_module
 from console.sources.run import RunSource
 from console.sources.run_records import progress_figures
-from console.sources.series import MAX_SERIES, RAW_RECORDS, SPANS_S, Series
+from console.sources.series import MAX_SERIES, RAW_RECORDS, SPANS_S, STEP_WINDOW, Series
 from tests.console.sources import directory
 from trainers.contract import rundir
 from trainers.run_records import FETCHES_KEPT
@@ -63,6 +64,16 @@ def test_one_stall_hardly_changes_the_eta(stalled):
             assert series.eta_s(step, 100) is None
     assert series.eta_s(50, 100) == pytest.approx(100.0, rel=0.1)
     assert series.eta_s(50, 50) == 0.0
+
+
+@given(st.lists(st.floats(0.001, 100.0), min_size=1, max_size=STEP_WINDOW))
+def test_p50_is_the_median_and_at_most_one_step_in_a_hundred_exceeds_p99(steps):
+    series = Series()
+    series.add_steps(1e9, len(steps), steps)
+    p50, p99, count = series.step_percentiles_s()
+    assert (p50, count) == (statistics.median(steps), len(steps))
+    assert sum(step > p99 for step in steps) <= len(steps) / 100
+    assert sum(step >= p99 for step in steps) > len(steps) / 100
 
 
 def test_a_file_that_names_a_million_ranks_costs_bounded_memory():
