@@ -37,7 +37,7 @@ RUN_EXITS: dict[int, str] = {
     4: "halted, stopped or killed",
     5: "failed, crashed or lost",
 }
-OF_A_RUN = "exit codes for the state of a run (status, watch, watchdog, check, --wait):"
+OF_A_RUN = "exit codes for a run (status, watch, diagnose, watchdog, check, --wait):"
 INTERRUPTED = 130
 WORDS = "docs/words.md"
 """The document that explains the words of the console."""

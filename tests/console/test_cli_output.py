@@ -16,6 +16,7 @@ import yaml
 from console import actions, cli
 from console.commands import query
 from console.commands.output import Changes, OutputError
+from console.commands.table import TABLE, WAIT
 from console.model import Alert, Figure, RunState
 from console.sources.run import RunSource
 from console.status_text import number, quoted, status_lines
@@ -230,6 +231,9 @@ def test_the_exit_codes_in_the_readme_are_those_of_the_table():
     rows = re.findall(r"^\| (\d+) \| (.+) \|$", (ROOT / "README.md").read_text(), re.M)
     found = [(int(code), means) for code, means in rows]
     assert found == [*cli.EXITS.items(), *cli.RUN_EXITS.items()]
+    by_run = [row.name for row in TABLE if row.exits_by_run and WAIT not in row.options]
+    assert f"({', '.join(by_run)}, --wait)" in cli.OF_A_RUN
+    assert f"`{'`, `'.join(by_run)}` and `--wait` also report" in (ROOT / "README.md").read_text()
 
 
 # --- following --------------------------------------------------------------------------------
