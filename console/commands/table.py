@@ -347,7 +347,7 @@ DO = Command(
     tuple(each for action in action_table.TABLE if not action.verb for each in action.examples), (
         _run(),
         option("action", type=word, metavar="ACTION", help="name of an action from the list below"),
-        option("args", nargs="*", metavar="NAME=VALUE", help="arguments of the action"),
+        option("args", nargs="*", default=(), metavar="NAME=VALUE", help="arguments of the action"),
         TIMEOUT,
     ), _actions, "control.do",
 )  # fmt: skip

@@ -106,6 +106,7 @@ def test_any_words_get_one_sentence_and_a_documented_exit_code(name, over, capsy
         ("check cpu_smok", 3, "plans lists the plans"),
         ("status /usr", 3, "--root /usr runs lists the runs in it"),
         ("do {run} fly", 2, "no action 'fly'"),
+        ("do {run}", 2, "arguments are required: ACTION; see"),
         ("stop {run} --kill", 2, "--yes"),
         ("override {run}", 2, "arguments are required: --phase, --gate, --reason; see"),
         ("do {run} override", 2, "override needs phase=PHASE: name of the phase"),
