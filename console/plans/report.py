@@ -6,13 +6,11 @@ section lists what was not measured.
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +18,14 @@ from console import status_text
 from console.model import LIVE_STATES, OPERATOR, RESULTS, LaunchState, RunState
 from console.plans import gates, sweep
 from console.plans.gate_check import poll_confirmed, so_far
-from console.sources import json_documents, launches
+from console.plans.line_chart import svg
+from console.sources import json_documents, launches, verdicts
 from console.sources.gate_files import SPEED
 from console.sources.rank_totals import FIGURES, LAST_STEPS
 from console.sources.record_files import read_end
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
-from console.sources.series import Point, bins
-from console.status_text import age, clock, counted, number
+from console.status_text import clock, counted, number
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import ContractError
 
@@ -36,7 +34,6 @@ MARKS = re.compile(r"[\\|`*\[\]!#]")
 HOUR_S, EVENT_BYTES = 3600.0, 8 << 20
 CHARTS = (("loss", "loss"), ("toks_per_s", "speed"))
 """The series of each chart, and the word in its file name."""
-WIDTH, HEIGHT, MARGIN = 720, 240, 56
 FILES = (
     "run.json", "env.json", "metrics.json", "gates.json", "training.csv", "heartbeat_rank0.jsonl",
     "k_stats", "fallback_counters", "dtypes_report", "opt_state", "git_sha.txt", "collect_env.txt",
@@ -88,7 +85,8 @@ def versions(path: Path, output: Path | None = None) -> Iterator[dict[Path, str]
     phases = list(_phases(path, source))
     charts = _charts(phases, output.stem) if output and phases else {}
     before = (
-        _head(path, source, state, phases), _gates(phases), _speed(phases), _figures(phases),
+        _head(path, source, state, phases), _gates(phases), _stalls(phases), _speed(phases),
+        _figures(phases),
     )  # fmt: skip
     after = (
         _expected(phases), _environment(phases), _files(phases), _notes(source, phases),
@@ -198,6 +196,17 @@ def _gates(phases: Sequence[Phase]) -> Iterator[str]:
     )  # fmt: skip
     head = ("phase", "", "gate", "actual", "expected", "window", "file", "why", "override")
     yield from _table("Gates", head, rows)
+
+
+def _stalls(phases: Sequence[Phase]) -> Iterator[str]:
+    """Yields the last verdict on each stall; of each phase, only the newest verdicts are read."""
+    rows = (
+        (each.name, _utc(found.ts), found.of_past().sentence,
+         _utc(found.end_ts) if found.end_ts else None, found.end)
+        for each in phases for found in reversed([*verdicts.stored(each.path)])
+        if found.end != verdicts.REPLACED
+    )  # fmt: skip
+    yield from _table("Stalls", ("phase", "time (UTC)", "verdict", "ended (UTC)", "end"), rows)
 
 
 def _speed(phases: Sequence[Phase]) -> Iterator[str]:
@@ -364,37 +373,3 @@ def _charts(phases: Sequence[Phase], stem: str) -> dict[str, str]:
         for name, word in CHARTS
     }
     return {name: text for name, text in drawn.items() if text}
-
-
-def svg(title: str, unit: str, points: Sequence[Point]) -> str:
-    """Returns a line chart of points, or "" for fewer than two finite points.
-
-    The points must be in order of time. The line joins the extremes of each column of one unit.
-    """
-    known = [(at, value) for at, value in points if math.isfinite(at) and math.isfinite(value)]
-    if len(known) < 2:
-        return ""
-    begin, end = known[0][0], known[-1][0]
-    low, high = min(v for _, v in known), max(v for _, v in known)
-    across, up = max(end - begin, 1e-3), max(high - low, 1e-9)
-    inner, tall = WIDTH - 2 * MARGIN, HEIGHT - 2 * MARGIN
-    bands = bins(known, begin, across * (inner + 1) / inner, inner + 1)
-    places = ((x, tall * (v - low) / up) for x, band in enumerate(bands) for v in band or ())
-    line = " ".join(f"{MARGIN + x},{HEIGHT - MARGIN - y:.1f}" for x, y in places)
-    labels = (
-        (MARGIN, MARGIN / 2, "start", f"{title} ({unit})" if unit else title),
-        (MARGIN - 6, MARGIN + 4, "end", number(high)),
-        (MARGIN - 6, HEIGHT - MARGIN + 4, "end", number(low)),
-        (MARGIN, HEIGHT - MARGIN / 2, "start", "0"),
-        (WIDTH - MARGIN, HEIGHT - MARGIN / 2, "end", age(end - begin)),
-    )
-    texts = "\n".join(
-        f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(text)}</text>'
-        for x, y, anchor, text in labels
-    )
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-        'font-family="sans-serif" font-size="12">\n<rect width="100%" height="100%" fill="#fff"/>\n'
-        f'<rect x="{MARGIN}" y="{MARGIN}" width="{inner}" height="{tall}" fill="none" '
-        f'stroke="#999"/>\n<polyline fill="none" stroke="#06c" points="{line}"/>\n{texts}\n</svg>\n'
-    )

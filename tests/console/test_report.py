@@ -9,10 +9,12 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from console.plans import report
+from console.plans import line_chart, report
 from console.sources.rank_totals import FIGURES
 from console.sources.series import Series
+from console.sources.verdicts import REPLACED
 from tests.console.sources import directory
+from tests.console.sources.test_verdicts import say
 from tests.console.sources.written_runs import HOSTILE as DOCUMENTS
 from tests.console.sources.written_runs import places, put
 from tests.console.test_cli_answers import said
@@ -97,6 +99,21 @@ def test_a_report_has_each_deliverable_with_file_and_window(launch, capsys, tmp_
     assert (code, "Report of toy/0-first" in json.loads(out)["report"]) == (0, True)
 
 
+def test_a_report_has_the_last_verdict_on_each_stall(launch, capsys):
+    run = recorded(launch)
+    say(run, 1e9, "stopped", sentence="rank 1 is stopped", end=REPLACED)
+    say(run, 1e9 + 5, "stopped", sentence="rank 1 | is stopped; kill -CONT 7 resumes it",
+        action="kill -CONT 7 resumes it", end="the ranks step again", end_ts=1e9 + 20)  # fmt: skip
+    say(run, 1e9 + 60, "lock", sentence="rank 0 waits for a lock")
+    _, out, _ = said(capsys, "report", launch, "--json")
+    rows = json.loads(out)["report"].partition("## Stalls\n\n")[2].partition("\n\n")[0]
+    assert rows.splitlines()[2:] == [
+        "| 0-first | 2001-09-09 01:46:45 | rank 1 \\| is stopped | 2001-09-09 01:47:00 | "
+        "the ranks step again |",
+        "| 0-first | 2001-09-09 01:47:40 | rank 0 waits for a lock | – |  |",
+    ]
+
+
 def test_figures_of_an_ended_run_say_when_and_up_to_which_step_they_were_measured(launch, capsys):
     run = recorded(launch)
     directory.sample(run, ts=1e9)
@@ -155,7 +172,7 @@ def test_text_from_the_run_directory_stays_text(launch, capsys):
     for bad in ("<script", "[x](http", "![i](u)", "\x1b", "a|b"):
         assert bad not in out.replace("\\|", "").replace("\\[", "").replace("\\]", ""), bad
     assert report.cell("x" * 10_000) == "x" * (report.MAX_CELL - 1) + "…"
-    hostile = report.svg("<script>", "&", [(0.0, 1.0), (1.0, float("nan")), (2.0, 1e300)])
+    hostile = line_chart.svg("<script>", "&", [(0.0, 1.0), (1.0, float("nan")), (2.0, 1e300)])
     assert "<script" not in hostile
     ET.fromstring(hostile)
 
@@ -167,14 +184,14 @@ def test_a_chart_of_a_report_has_every_extreme_and_no_jump_where_the_bands_end(r
     for second in range(records):
         loss = 11.0 if second == records // 3 else 2.0 + rng.uniform(-0.3, 0.3)
         series.add("heartbeat_rank0.jsonl", 1.7e9 + second, {"loss": loss})
-    chart = ET.fromstring(report.svg("loss", "nats", series.points("loss")))
+    chart = ET.fromstring(line_chart.svg("loss", "nats", series.points("loss")))
     labels = [each.text for each in chart.iter("{http://www.w3.org/2000/svg}text")]
     assert labels[1] == "11", labels
     (line,) = chart.iter("{http://www.w3.org/2000/svg}polyline")
     drawn = [tuple(map(float, place.split(","))) for place in line.attrib["points"].split()]
     assert [x for x, _ in drawn] == sorted(x for x, _ in drawn)
-    assert (drawn[0][0], drawn[-1][0]) == (report.MARGIN, report.WIDTH - report.MARGIN)
-    assert min(y for _, y in drawn) == report.MARGIN
+    assert (drawn[0][0], drawn[-1][0]) == (line_chart.MARGIN, line_chart.WIDTH - line_chart.MARGIN)
+    assert min(y for _, y in drawn) == line_chart.MARGIN
     raw = drawn[-1][0] - (drawn[-1][0] - drawn[0][0]) * min(0.5, 600 / records)
     old, new = ([y for x, y in drawn if (x >= raw) == is_new and y > 120] for is_new in (0, 1))
     assert abs(sum(old) / len(old) - sum(new) / len(new)) < 1, "a pixel"
