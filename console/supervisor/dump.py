@@ -43,7 +43,7 @@ class _RankDump:
     used_last_resort: bool | None = None
     """True if the signal `LAST_RESORT` was sent, False if not, None before the decision."""
     copy: str = ""
-    """The name of the copy in the run directory, or "" before the copy begins."""
+    """The path of the copy in the run directory, or "" before the copy begins."""
 
 
 def why_not(pid: int) -> str:
@@ -154,14 +154,15 @@ class Dumps:
         if not each.data:
             each.result = f"wrote no stack within {WAIT_S:g} s"
             return
-        each.copy = f"stackdump_rank{each.rank}_{self._unix_ms}.txt"
+        path = self._run / f"stackdump_rank{each.rank}_{self._unix_ms}.txt"
+        each.copy = str(path)
         result = f"dumped: {each.copy}"
         if each.used_last_resort and b"=== rank" not in each.data:
             each.data = b"=== rank %d pid %d\n%b" % (each.rank, each.handle.pid, each.data)
             result += " (native code holds the GIL: only the main thread could be read)"
         elif not is_whole:
             result += f" (incomplete: the rest was not written within {WAIT_S:g} s)"
-        path, data = self._run / each.copy, each.data
+        data = each.data
         self._directory.reported_job(
             lambda: rundir.write_atomic(path, data), partial(_set_result, each, result), path
         )

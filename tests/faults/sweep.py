@@ -49,7 +49,7 @@ FALSE_WORDS = re.compile(
 
 FALSE_ANSWER = re.compile(r"is older than|was received already")
 AFTER_STEP = re.compile(r"after step (\d+)")
-DUMPED = re.compile(r"dumped: (\S+)")
+DUMPED = re.compile(r"dumped: \S*/(\S+)")
 LOST_RANK = "alert: rank 1 failed"
 
 

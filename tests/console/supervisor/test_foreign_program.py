@@ -62,8 +62,10 @@ def test_a_dump_holds_the_stacks_of_both_ranks(running):
     answer = running.ask("dump")
     assert answer["ok"], answer
     assert len(answer["detail"]) == 2
-    for rank in (0, 1):
-        text = next(running.run().glob(f"stackdump_rank{rank}_*.txt")).read_text()
+    for rank, line in enumerate(answer["detail"]):
+        (path,) = running.run().glob(f"stackdump_rank{rank}_*.txt")
+        assert line == f"rank {rank} dumped: {path}"
+        text = path.read_text()
         assert "foreign_ddp.py" in text
         assert END_MARK in text
 
