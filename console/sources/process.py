@@ -47,15 +47,17 @@ _reads: dict[int, threading.Thread] = {}
 
 
 def program() -> str:
-    """Returns a command that starts this program: `python -m console`, its name or its path.
+    """Returns a command that starts this program: its name, its path or `python -m console`.
 
     A process that was started by the path of `nsa-console` gets this path, unless the shell finds
-    the same file by the name. Any other process, for example a supervisor, gets the name, even if
-    the shell does not find it.
+    the same file by the name. `python -m console` and a supervisor get the file beside their
+    Python, by the same rule, or `python -m console` if there is none.
     """
     called, found = Path(sys.argv[0]), shutil.which(NAME)
-    if called.parts[-2:] == ("console", "__main__.py"):
-        return f"{shlex.quote(sys.executable)} -m console"
+    if called.name == "__main__.py" and "console" in called.parts[-3:-1]:
+        called = Path(sys.executable).with_name(NAME)
+        if not called.exists():
+            return f"{shlex.quote(sys.executable)} -m console"
     if called.name != NAME or (found and called.exists() and called.samefile(found)):
         return NAME
     return shlex.quote(str(called))

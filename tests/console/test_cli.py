@@ -79,8 +79,15 @@ def test_the_next_command_starts_the_program_that_was_called(tmp_path, monkeypat
     assert process.program() == str(called)
     monkeypatch.setenv("PATH", str(called.parent))
     assert process.program() == "nsa-console"
-    monkeypatch.setattr(sys, "argv", [str(ROOT / "console" / "__main__.py")])
-    assert process.program() == f"{sys.executable} -m console"
+    for module in ("console", "console/supervisor"):
+        monkeypatch.setattr(sys, "argv", [str(ROOT / module / "__main__.py")])
+        monkeypatch.setenv("PATH", str(called.parent))
+        monkeypatch.setattr(sys, "executable", str(called.with_name("python")))
+        assert process.program() == "nsa-console"
+        monkeypatch.setenv("PATH", "/usr/bin")
+        assert process.program() == str(called)
+        monkeypatch.setattr(sys, "executable", "/usr/bin/python3")
+        assert process.program() == "/usr/bin/python3 -m console"
 
 
 @pytest.mark.parametrize(
