@@ -27,7 +27,7 @@ def facts(root: Path, phases: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, s
     """
     settings, world = values(phases[0]), phases[0]["world"]
     if not settings:
-        return (("training", FOREIGN), ("time", _time(root, phases)))
+        return (("settings", FOREIGN), ("time", _time(root, phases)))
     found = figures(phases[0]["settings"], world)
     return (
         ("parameters", f"{found.parameters:,}"), ("sequence", f"{found.seq_len:,} tokens"),

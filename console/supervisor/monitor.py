@@ -228,7 +228,7 @@ class Monitor:
         if all(each.phase for each in seen):
             self._alerts.clear(UNJOINED, "no running rank is without join")
         elif late := unwatched(seen, self._watch):
-            then = "their steps are not known, and no stall of these ranks is detected"
+            then = "their steps are not known, and no stall of them is detected; see docs/extend.md"
             self._alerts.raise_(UNJOINED, f"{unusable_pulses(late)}: {then}")
 
     def _check_records(self, seen: Sequence[RankEvidence]) -> None:

@@ -38,7 +38,7 @@ def test_the_facts_of_a_plan_and_the_time_that_it_took_before(tmp_path, capsys):
 
 def test_a_foreign_program_has_no_facts():
     phase = {"plan": "mine", "phase": "one", "host": "a", "world": 1, "settings": {}}
-    assert launch_facts.facts(Path("/nowhere"), [phase])[0] == ("training", launch_facts.FOREIGN)
+    assert launch_facts.facts(Path("/nowhere"), [phase])[0] == ("settings", launch_facts.FOREIGN)
 
 
 def test_launches_runs_by_hand_and_plans_can_be_chosen(tmp_path):

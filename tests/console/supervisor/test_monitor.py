@@ -121,6 +121,7 @@ def test_ranks_of_a_foreign_program_without_join_are_not_stalled(tmp_path, ranks
     assert (stage.dog.verdict is not None) == (level == "crit")
     if level == "warn":
         assert " did not call join" in raised[0][1]
+        assert raised[0][1].endswith("; see docs/extend.md")
     stage.directory.close()
 
 
