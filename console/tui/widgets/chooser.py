@@ -58,8 +58,11 @@ def _of_launch(path: Path, name: str) -> Entry:
         return Entry("launch", name, launch.state, path)
     last, at = launch.phases[launch.phase], jsonl.number(held, "updated_ts")
     word = last.state if last.result in ("", "pass") else gates_text(last) or last.state
-    if last.state == "completed" and launch_exit_code(launch) == EXIT_CODES["halted"]:
+    code = launch_exit_code(launch)
+    if last.state == "completed" and code == EXIT_CODES["halted"]:
         word = "halted"
+    elif word == "completed" and code:
+        word = "incomplete"  # a gate ended the launch, and was overridden later
     place = f" in {last.numbered}" if launch.rest or word != "completed" else ""
     age = f", {fmt.age(time.time() - at)} ago" if at else ""
     return Entry("launch", name, f"{word}{place}{age}", path)

@@ -129,14 +129,17 @@ def test_the_zoom_shows_once_why_a_phase_has_its_state(why):
 
 
 @pytest.mark.parametrize(
-    ("state", "result", "says"),
-    [("failed", "unknown", "gates|failed in 1-two"), ("completed", "fail", "gates fail.* in 1-two"),
-     ("completed", "pass", "completed, ")],
+    ("state", "result", "left", "says"),
+    [("failed", "unknown", (), "gates|failed in 1-two"),
+     ("completed", "fail", (), "gates fail.* in 1-two"),
+     ("completed", "pass", (), "completed, "),
+     ("completed", "pass", ({"name": "three", "state": "queued"},), "incomplete in 1-two, ")],
 )  # fmt: skip
-def test_the_list_of_launches_says_how_each_one_ended(tmp_path, state, result, says):
+def test_the_list_of_launches_says_how_each_one_ended(tmp_path, state, result, left, says):
     path = directory.launch(tmp_path)
     phases = [{"name": name, "dir": f"{index}-{name}", "state": state, "result": result}
               for index, name in enumerate(("one", "two"))]  # fmt: skip
+    phases += left
     directory.document(path / "plan_state.json", {
         "v": 1, "state": "ended", "phase": 1, "phases": phases, "updated_ts": time.time() - 180,
     })  # fmt: skip
