@@ -202,8 +202,9 @@ class Dashboard(View):
     def _change_span(self, by: int) -> None:
         spans = chartmath.SPANS_S
         index = spans.index(self.span_s or self.panels[0].window[1])
-        self.span_s = spans[min(len(spans) - 1, max(0, index + by))]
-        self.draw_again()
+        if 0 <= index + by < len(spans):
+            self.span_s = spans[index + by]
+            self.draw_again()
 
     do_span_less, do_span_more = partialmethod(_change_span, -1), partialmethod(_change_span, 1)
 

@@ -81,7 +81,7 @@ def _crossed(line: str, cell: int | None) -> Row:
 
 def _window_words(span: int, width: int) -> str:
     size, unit = (span // 60, "min") if span < 7200 else (span // 3600, "h")
-    return f"last {size} {unit}" if width >= WIDE else f"{size}{unit[0]}"
+    return f"{size} {unit}" if width >= WIDE else f"{size}{unit[0]}"
 
 
 def _note(chart: Chart, series: Mapping[str, Points], width: int, most: int) -> str:

@@ -74,7 +74,7 @@ async def test_z_zooms_the_selected_chart_and_arrows_read_values_in_it():
     async with driven(app_on(recorded.running())) as (app, pilot):
         await play(pilot, "…gate entropy", "right", "left", "z", "…layer 2")
         shown = await charted(pilot)
-        assert "gate entropy nats, last 2 min" in shown
+        assert "gate entropy nats, 2 min" in shown
         assert "now mean 0.93, lowest 0.41 in layer 1" in shown
         assert "throughput" not in shown
         assert re.search(r"layer 1 .* 0\.410 nats ◂", shown), shown

@@ -121,6 +121,14 @@ async def test_the_span_keys_go_on_from_the_span_that_is_shown():
         await play(pilot, "]", "…utilisation CPU % 5m", "[", "[", "…utilisation CPU % 1m")
 
 
+async def test_a_shorter_span_than_the_shortest_does_not_move_the_charts():
+    async with driven(app_on(recorded.running())) as (app, pilot):
+        await charted(pilot)
+        app.dashboard.panels[0].window = (NOW - 30.0, 60)
+        app.dashboard.do_span_less()
+        assert app.dashboard.span_s == 0
+
+
 @pytest.mark.parametrize("why", ["short", f"{LONG} end of it"])
 def test_the_zoom_shows_once_why_a_phase_has_its_state(why):
     held = dataclasses.replace(recorded.phases(0, "crashed")[0], why=why)
