@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from nsa.config import flops_per_token, parameter_count
@@ -256,7 +257,7 @@ class Report:
         self._member.log(
             f"step {step}/{self.settings.train.steps}  loss {fields['loss']:.4f}  "
             f"lr {fields['lr']:.1e}  grad {fields['grad_norm']:.2f}  "
-            f"{fields['toks_per_s']:,.0f} tok/s  {fields['steps_dt_s'][-1]:.3f} s{right}"
+            f"{fields['toks_per_s']:,.0f} tok/s  {fmean(fields['steps_dt_s']):.3f} s/step{right}"
         )
 
     def record_event(self, msg: str, step: int, text: str, **fields: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -94,6 +95,13 @@ def test_progress_carries_every_figure_and_the_figures_agree_with_each_other(tex
     for mine, theirs in both:
         assert (mine["loss"], mine["grad_norm"]) == (theirs["loss"], theirs["grad_norm"])
         assert mine["batch_crc32"] != theirs["batch_crc32"]
+
+
+def test_speed_and_step_time_of_a_log_line_are_of_the_same_steps(text_run):
+    found = re.findall(r"([\d,]+) tok/s  ([\d.]+) s/step", text_run.text())
+    assert len(found) == len(text_run.records(0, "progress"))
+    for rate, step_s in found:
+        assert float(step_s) == pytest.approx(2 * 4 * 32 / float(rate.replace(",", "")), abs=6e-4)
 
 
 def test_a_record_holds_the_times_of_the_most_steps_between_two_records(text_run):
