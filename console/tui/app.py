@@ -151,6 +151,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
         if snapshot.state is not None and snapshot.state.launch is not None:
             self.draft.offer(snapshot.state.launch.plan)
         self.book.take(snapshot)
+        self.operator.take(snapshot.state)
         for panel in (self.header, self.alert, self.bar):
             panel.take(snapshot)
         if not self.paused:

@@ -72,6 +72,8 @@ class Operator:
         self._screen, self._work = screen, work
         self._wanted: Any = None
         """The options of a launch that was requested before their check ended, or None."""
+        self._unsaved = ("", 0)
+        """Path and last saved step of the run that has yet to save a requested checkpoint."""
 
     @property
     def _state(self) -> RunState | None:
@@ -109,9 +111,23 @@ class Operator:
     def send(self, path: Path, action: str, args: dict[str, Any]) -> None:
         """Requests an action in the background, and shows the answer."""
         self._screen.say(f"{action}: sent …", "wait")
-        work, state = partial(self._work.request, path, action, args), command("status", path)
-        later = f"no answer yet to {action} of {path.name}; {state} shows the state"
-        run_in_background(self._screen, action, work, self._screen.say, None, path.name, later)
+        work, status = partial(self._work.request, path, action, args), command("status", path)
+        later = f"no answer yet to {action} of {path.name}; {status} shows the state"
+        state = self._state
+
+        def answered(text: str) -> None:
+            self._screen.say(text)
+            if action == "checkpoint" and state is not None:
+                self._unsaved = state.path, state.saved_step
+
+        run_in_background(self._screen, action, work, answered, None, path.name, later)
+
+    def take(self, state: RunState | None) -> None:
+        """Shows a message when a run has saved the checkpoint that was requested."""
+        path, step = self._unsaved
+        if state is not None and state.path == path and state.saved_step > step:
+            self._unsaved = ("", 0)
+            self._screen.say(f"the checkpoint of step {state.saved_step:,} is saved")
 
     def do_ack(self) -> None:
         notice = self._screen.alert.notice

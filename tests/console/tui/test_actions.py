@@ -101,6 +101,17 @@ async def test_a_kill_needs_the_name_of_the_run_and_a_wrong_one_can_be_corrected
     assert kill == [(PATH, "kill", {"yes": True})]
 
 
+async def test_a_requested_checkpoint_is_reported_when_it_is_saved():
+    asked, state = Asked(text=".CHECKPOINT is written"), recorded.running()
+    async with driven(app_on(state, actions=asked)) as (app, pilot):
+        await play(pilot, "C", "…y yes", "y", "….CHECKPOINT is written")
+        for step, shown in ((42, "the checkpoint of step 42 is saved"), (44, "another message")):
+            saved = dataclasses.replace(state, checkpoint=f"step_{step:08}")
+            app.take(dataclasses.replace(app.snapshot, state=saved))
+            await see(pilot, shown)
+            app.say("another message")
+
+
 async def test_a_mistake_in_an_action_is_shown():
     class Broken(Asked):
         def request(self, *given):
