@@ -21,7 +21,7 @@ from console.tui.format import age
 from console.tui.terminal import Terminal
 from console.tui.widgets.alertline import AlertLine
 from console.tui.widgets.loglines import LogBook
-from console.tui.widgets.overlay import Overlay
+from console.tui.widgets.overlay import Answer, Overlay
 from trainers.contract import rundir
 
 LATER = (
@@ -52,6 +52,7 @@ class Console(background.Screen, Protocol):
     terminal: Terminal
     operator: Operator
     alert: AlertLine
+    answer: Answer
     view_name: str
 
     def do_back(self) -> None: ...

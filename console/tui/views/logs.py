@@ -150,6 +150,7 @@ class LogView(Scrolls, View):
         index = names.index(self.source) if self.source in names else 0
         self.source = names[(index + by) % len(names)]
         self.bottom = self.at = None
+        self.console.answer.clear_error()
         self.pane.redraw()
 
     do_right, do_left = partialmethod(_choose, 1), partialmethod(_choose, -1)
@@ -157,7 +158,7 @@ class LogView(Scrolls, View):
     def do_find(self) -> None:
         from console.tui.widgets.confirm import Editor
 
-        hint = "n: next line with this text; N: previous; an empty field ends the search"
+        hint = "finds the newest line; N: an earlier line; n: a later line; empty: no search"
         self.console.open_overlay(Editor("find in the log", self.needle, hint, str, self.find))
 
     def find(self, needle: str) -> None:

@@ -35,6 +35,7 @@ async def test_logs_follow_filter_and_find(logged, size):
         await see(pilot, "one [red]markup[/red] needle", "find 'NEEDLE'")
         await play(pilot, "n", "…no later line with 'NEEDLE'", "G", "right", "right")
         await until(pilot, lambda: "[r1]" in lines(app)[2])
+        assert "no later line" not in picture(app), "the message is about another log"
         assert "zero line" not in picture(app)
 
 
