@@ -322,7 +322,7 @@ class Monitor:
         self._documents, self._sampled_ts, self._changed = 0, 0.0, None
         if verdict is not None:
             if why in (STEP_AGAIN, RUN_AGAIN):
-                why = f"{_pause(verdict, self._stalled_s())}: {why}"
+                why = f"{_pause(verdict, self._stalled_s())}; {why}"
             self._write(verdict, end=why, end_ts=time.time())
             more = {"rank": verdict.rank, "cause": verdict.cause}
             self._run.event("verdict", f"ended: {why}", "info", **more)
@@ -368,7 +368,7 @@ def _pause(verdict: Verdict, seconds: float) -> str:
     """Returns a sentence on a stall that ended by itself."""
     who = "all ranks" if verdict.rank is None else f"rank {verdict.rank}"
     how = verdict.cause if verdict.cause in ("stopped", "traced", "frozen") else "slow"
-    return f"{how}: {seconds:.0f} s in {verdict.phase or 'start-up'} on {who}"
+    return f"{seconds:.0f} s in {verdict.phase or 'start-up'} on {who} ({how})"
 
 
 def _withheld(rule: str) -> str:

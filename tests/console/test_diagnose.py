@@ -280,7 +280,7 @@ def test_an_ended_run_has_its_last_verdict_as_the_past_and_no_advice_on_processe
     sentence = f"{VERDICT['sentence']}: it is stopped; {command}; rank 0 waits"
     verdict = VERDICT | {"ts": time.time(), "sentence": sentence}
     launch = resumed(tmp_path, state, verdict=verdict)
-    why = "stopped: 9 s in forward on rank 1: the ranks step again"
+    why = "9 s in forward on rank 1 (stopped); the ranks step again"
     run = launch / "0-first"
     (run / rundir.VERDICTS).mkdir()
     ended = verdict | {"end": why, "end_ts": time.time()}

@@ -165,8 +165,8 @@ def test_records_are_late_only_if_a_rank_queues_more_and_none_is_read(
 @pytest.mark.parametrize(
     ("states", "ending", "end"),
     [
-        ("SS", "", "slow: 12 s in fetch on rank 1: the ranks step again"),
-        ("ST", "", "stopped: 12 s in fetch on rank 1: the ranks step again"),
+        ("SS", "", "12 s in fetch on rank 1 (slow); the ranks step again"),
+        ("ST", "", "12 s in fetch on rank 1 (stopped); the ranks step again"),
         ("SS", "stop, requested by ada", "stop, requested by ada"),
     ],
 )
@@ -190,7 +190,7 @@ def test_a_changed_wall_clock_does_not_change_the_duration_of_a_stall(tmp_path, 
     clock.at += 3
     stage.poll(15.0)
     stage.poll(0.0, step=51)
-    assert stage.ends() == ["slow: 15 s in fetch on rank 1: the ranks step again"]
+    assert stage.ends() == ["15 s in fetch on rank 1 (slow); the ranks step again"]
 
 
 def test_the_open_stall_of_a_former_supervisor_is_raised_again_and_not_counted_again(
@@ -216,7 +216,7 @@ def test_a_stall_that_no_step_ends_is_not_said_to_step_again(tmp_path, clock):
     stage.poll(12.0)
     stage.poll(12.0, phases=("exit", "exit"))
     resumed, left = stage.ends()
-    assert resumed.startswith("stopped: 4 s in fetch on rank 1: its process runs again")
+    assert resumed.startswith("4 s in fetch on rank 1 (stopped); its process runs again")
     assert left == "the ranks exit, or their pulses cannot be trusted"
 
 

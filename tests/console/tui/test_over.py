@@ -22,7 +22,7 @@ from tests.console.sources import directory
 from tests.console.tui import recorded
 from tests.console.tui.recorded import NOW, SIZES, Asked, app_on, driven, play, until
 
-AGAIN = "stopped: 81 s in forward on rank 1: the ranks step again"
+AGAIN = "81 s in forward on rank 1 (stopped); the ranks step again"
 STOPPED = {
     "ts": NOW - 600, "cause": "stopped", "rank": 1, "phase": "forward", "step": 15, "sure": "high",
     "sentence": "rank 1 is stopped (SIGSTOP); kill -CONT 71588 resumes it; rank 0 waits in forward",
