@@ -9,7 +9,7 @@ from typing import Any
 
 from console.model import LIVE_STATES, Gate, PhaseState
 from console.sources import launch_documents
-from console.status_text import counted, gate_value, gates_text
+from console.status_text import COUNTED, counted, gate_value, gates_text
 from console.tui import format as fmt
 from console.tui.rows import Row, columns, fill, labelled, rule, text_of, width_of, wrap
 from console.tui.styles import STATE_STYLE
@@ -129,7 +129,8 @@ def _pending(name: str, bound: str) -> str:
     rule = RULES.get(name)
     if rule is None or rule.bound == "yes" or bound == "True":
         return name
-    return f"{name}: {rule.bound} {bound} {rule.unit}".rstrip()
+    unit = rule.unit.removesuffix("s") if bound == "1" and rule.unit in COUNTED else rule.unit
+    return f"{name}: {rule.bound} {bound} {unit}".rstrip()
 
 
 def check_rows(checks: Sequence[Any], width: int, height: int) -> list[Row]:

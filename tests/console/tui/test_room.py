@@ -14,7 +14,7 @@ from console.tui.rows import clip, text_of
 from console.tui.views.stall import rank_rows as stall_rows
 from console.tui.widgets.chooser import entries
 from console.tui.widgets.lines import WHOLE, Panel
-from console.tui.widgets.phases import check_rows, phase_rows
+from console.tui.widgets.phases import check_rows, gate_rows, phase_rows
 from console.tui.widgets.ranks import rank_rows
 from tests.console.sources import directory
 from tests.console.tui import recorded
@@ -113,6 +113,12 @@ def test_a_long_check_is_cut_in_its_panel_and_whole_in_the_zoom():
     assert max(map(len, whole)) <= 80
     wide = [text_of(row) for row in check_rows([Check("data", "pass", "数" * 60)], 80, WHOLE)]
     assert sum(row.count("数") for row in wide) == 60
+
+
+def test_the_bound_of_one_step_is_in_the_singular():
+    rows = gate_rows((), {"steps_done": "1"}, 80, 4, "gates")
+    text = " ".join(map(text_of, rows))
+    assert re.search(r"steps_done: at least 1 step\b", text), text
 
 
 async def test_the_span_keys_go_on_from_the_span_that_is_shown():
