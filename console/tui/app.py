@@ -74,7 +74,7 @@ class ConsoleApp(App[int], inherit_bindings=False):
     BINDINGS: ClassVar[list[BindingType]] = [*bindings()]
 
     def __init__(self, path: Path | None, plan: str, root: Path, terminal: Terminal):
-        super().__init__(driver_class=TerminalDriver)
+        super().__init__(driver_class=TerminalDriver, ansi_color=True)
         self.theme = "ansi-dark"
         self.animation_level = "none"
         self.terminal = terminal

@@ -25,10 +25,12 @@ SLOW = (
 """Delays the first screen by one second, as a busy machine may do."""
 
 
-def console(root: Path, code: str = OPEN, stderr: str = "/dev/tty", **given) -> Terminal:
+def console(
+    root: Path, code: str = OPEN, stderr: str = "/dev/tty", env: dict[str, str] | None = None
+) -> Terminal:
     words = [sys.executable, "-c", code, "--root", str(root / "artifacts")]
     shell = ["sh", "-c", f'exec "$@" 2>{stderr}', "sh", *words]
-    return Terminal(shell, ROOT, {"XDG_STATE_HOME": str(root)}, **given)
+    return Terminal(shell, ROOT, {"XDG_STATE_HOME": str(root)} | (env or {}))
 
 
 def stop_reading(terminal: Terminal) -> None:
@@ -150,6 +152,16 @@ def test_it_lives_through_every_size_and_without_colour(tmp_path, env):
             )
         )
         assert ("\u203a" in shown) == (env == {"NO_COLOR": "1"})
+        terminal.leave()
+
+
+def test_no_color_leaves_the_colours_of_the_terminal(tmp_path):
+    with console(tmp_path, env={"NO_COLOR": "1"}) as terminal:
+        terminal.wait("checks passed")
+        terminal.press_until("L", "[ No ]")
+        cells = [cell for row in terminal.screen.buffer.values() for cell in row.values()]
+        assert {colour for cell in cells for colour in (cell.fg, cell.bg)} == {"default"}
+        terminal.press("esc")
         terminal.leave()
 
 
