@@ -346,6 +346,9 @@ class ConsoleApp(App[int], inherit_bindings=False):
         self.screen.set_focus(None)
         self.view.focus_default()
 
+    def do_redraw(self) -> None:
+        self.screen.refresh()
+
     def do_palette(self) -> None:
         from console.tui.widgets.keylist import Commands
 

@@ -125,6 +125,7 @@ TABLE: tuple[Key, ...] = (
     Key("bottom", ("G", "end"), "To the end. Logs: follow new lines", views=LISTS),
     Key("panel", ("tab",), "To the next panel or button"),
     Key("panel_back", ("shift+tab",), "To the previous panel or button"),
+    Key("redraw", ("ctrl+l",), "Draw the whole screen again"),
     Key("back", ("escape",), "Close the overlay, clear the message"),
     Key("palette", (":", "ctrl+p"), "Find a key by its description and press it", "keys", 3),
     Key("help", ("?",), "Help: the keys of this view", "help", 7),

@@ -21,9 +21,14 @@ class Main(Screen[None], inherit_bindings=False):
     focused = Reactive[Widget | None](None, repaint=False)
 
     def on_resize(self) -> None:
-        """Makes the rows of each `Wrapped` and `Reader` again, before the layout."""
+        """Makes the rows of each `Wrapped` and `Reader` again, before the layout.
+
+        Also draws the whole screen again. If the size is unchanged, the event means that the screen
+        continues after a stop, or in another window, which does not have the picture.
+        """
         for each in (*self.query(Wrapped), *self.query(Reader)):
             each.fit()
+        self.refresh()
 
 
 class Body(Box):

@@ -93,6 +93,9 @@ class Overlay(Box):
     do_back = do_leave = close
     """While an overlay is open, only ctrl+c leaves the console."""
 
+    def do_redraw(self) -> None:
+        self.screen.refresh()
+
     def do_right(self) -> None:
         self.screen.focus_next(f"#{self.id} *")
 

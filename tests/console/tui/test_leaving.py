@@ -1,4 +1,4 @@
-"""Ends of the screen in real terminals: a hang-up, a signal, an internal error, `q`."""
+"""The screen in real terminals: its ends, sizes and colours, and stops by signals."""
 
 from __future__ import annotations
 
@@ -152,6 +152,37 @@ def test_it_lives_through_every_size_and_without_colour(tmp_path, env):
             )
         )
         assert ("\u203a" in shown) == (env == {"NO_COLOR": "1"})
+        terminal.leave()
+
+
+def redraw_of_a_question(terminal: Terminal) -> None:
+    terminal.press_until("L", "[ No ]")
+    terminal.screen.reset()
+    terminal.press("\x0c")
+    terminal.wait("[ No ]")
+    terminal.press("esc")
+
+
+LOST = {
+    "a key": lambda terminal: terminal.press("\x0c"),
+    "a key, with a question": redraw_of_a_question,
+    "a resize to the same size": lambda terminal: os.kill(terminal.pid, signal.SIGWINCH),
+    "a continue": lambda terminal: [
+        (os.kill(terminal.pid, number), terminal.settle(0.5))
+        for number in (signal.SIGTSTP, signal.SIGCONT)
+    ],
+}
+
+
+@pytest.mark.parametrize("why", LOST)
+def test_a_lost_picture_is_drawn_again_as_a_whole(tmp_path, why):
+    """Another program wrote to the terminal, or the terminal was attached to another window."""
+    with console(tmp_path) as terminal:
+        terminal.wait("checks passed")
+        before = terminal.settle(1)
+        terminal.screen.reset()
+        LOST[why](terminal)
+        terminal.wait(lambda shown: shown == before)
         terminal.leave()
 
 
