@@ -76,6 +76,21 @@ class TerminalDriver(LinuxDriver):
             signal.signal(number, self._on_signal)
         signal.signal(signal.SIGUSR1, lambda *_: None)
 
+    def _sigcont_application(self, *_: object) -> None:
+        """Starts the application mode; first stops it if no SIGTSTP did, for example after SIGSTOP.
+
+        A second start without a stop would save the modes of the screen as the modes to restore,
+        and would start a second input thread.
+        """
+        if self._must_signal_resume or self.attrs_before is None:
+            super()._sigcont_application()
+        else:
+            self._app.call_later(self._start_again)
+
+    def _start_again(self) -> None:
+        self.suspend_application_mode()
+        self.resume_application_mode()
+
     def run_input_thread(self) -> None:
         """Reads input until the driver stops or the input ends. Bytes need not be UTF-8."""
         parser = XTermParser(self._debug)

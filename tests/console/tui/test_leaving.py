@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -89,6 +90,33 @@ def test_q_ends_it_where_the_terminal_reads_nothing(tmp_path):
         wait_unread(terminal)
         assert terminal.wait_exit() == 0
         assert terminal.left_on() == [], terminal.raw[-150:]
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        (signal.SIGCONT,),
+        (signal.SIGSTOP, signal.SIGCONT),
+        (signal.SIGTSTP, signal.SIGCONT),
+        (signal.SIGTERM, signal.SIGCONT),
+    ],
+    ids=str,
+)
+def test_after_a_continue_the_exit_restores_the_line_mode_of_the_terminal(tmp_path, numbers):
+    words = [sys.executable, "-c", OPEN, "--root", str(tmp_path)]
+    with Terminal(["sh", "-c", '"$@"; echo ended; read x', "sh", *words], ROOT) as terminal:
+        before = termios.tcgetattr(terminal.fd)
+        terminal.wait("checks passed")
+        pid = int(Path(f"/proc/{terminal.pid}/task/{terminal.pid}/children").read_text())
+        for number in numbers:
+            os.kill(pid, number)
+            terminal.settle(0.5 if number != signal.SIGTERM else 0)
+        if signal.SIGTERM not in numbers:
+            terminal.press_until("?", "Keys in")
+            terminal.play("esc", "q")
+        terminal.wait("ended")
+        assert termios.tcgetattr(terminal.fd) == before
+        assert terminal.left_on() == []
 
 
 def test_a_dump_signal_does_not_end_it(tmp_path):
