@@ -92,7 +92,11 @@ class TerminalDriver(LinuxDriver):
         self.resume_application_mode()
 
     def run_input_thread(self) -> None:
-        """Reads input until the driver stops or the input ends. Bytes need not be UTF-8."""
+        """Reads input until the driver stops. Bytes need not be UTF-8.
+
+        If the input ends, the app exits: no key could end it later. The reads of a process fail,
+        for example, after the end of the script that started it: the shell reads the terminal.
+        """
         parser = XTermParser(self._debug)
         decode = getincrementaldecoder("utf-8")("replace").decode
         read_at = time.monotonic()
@@ -103,8 +107,9 @@ class TerminalDriver(LinuxDriver):
             try:
                 read = os.read(self.fileno, READ_BYTES) if ready else b""
             except OSError:
-                return
+                read = b""
             if ready and not read:
+                self._app.call_later(self._app.exit, 0)
                 return
             text = self._typed(decode(read))
             typed = parser.feed(text) if text else ()

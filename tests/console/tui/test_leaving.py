@@ -92,6 +92,23 @@ def test_q_ends_it_where_the_terminal_reads_nothing(tmp_path):
         assert terminal.left_on() == [], terminal.raw[-150:]
 
 
+def child_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/task/{pid}/children").read_text())
+
+
+def test_it_ends_at_the_first_key_after_the_script_that_started_it_was_killed(tmp_path):
+    """A shell with job control takes the terminal back, so reads by the screen fail."""
+    words = [sys.executable, "-c", OPEN, "--root", str(tmp_path)]
+    script = ["sh", "-c", '"$@"; true', "sh", *words]
+    with Terminal(["sh", "-mc", '"$@"; sleep 100', "sh", *script], ROOT) as terminal:
+        terminal.wait("checks passed")
+        os.kill(child_of(terminal.pid), signal.SIGKILL)
+        terminal.settle(0.5)
+        assert terminal.left_on()
+        terminal.press("x")
+        terminal.wait(lambda _: not terminal.left_on(), 20)
+
+
 @pytest.mark.parametrize(
     "numbers",
     [
@@ -107,7 +124,7 @@ def test_after_a_continue_the_exit_restores_the_line_mode_of_the_terminal(tmp_pa
     with Terminal(["sh", "-c", '"$@"; echo ended; read x', "sh", *words], ROOT) as terminal:
         before = termios.tcgetattr(terminal.fd)
         terminal.wait("checks passed")
-        pid = int(Path(f"/proc/{terminal.pid}/task/{terminal.pid}/children").read_text())
+        pid = child_of(terminal.pid)
         for number in numbers:
             os.kill(pid, number)
             terminal.settle(0.5 if number != signal.SIGTERM else 0)
