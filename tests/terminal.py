@@ -28,7 +28,9 @@ UNFINISHED = re.compile(rb"\x1b(\[[0-9;:<=>?!$ ]*|P[^\x1b]*|\][^\x07\x1b]*)?$")
 UNLIKE_A_TERMINAL = ("TMUX", "SSH", "COLUMNS", "LINES")
 """Prefixes of variables that the program does not inherit; a test runner may set a fixed size."""
 KEPT_BYTES = 1 << 20
-LEFT_ON = {b"25": b"l", b"1049": b"h", b"1000": b"h", b"1003": b"h", b"1006": b"h", b"2004": b"h"}
+LEFT_ON = {b"25": b"l"} | dict.fromkeys(
+    (b"1000", b"1003", b"1006", b"1015", b"1049", b"2004", b"2048"), b"h"
+)
 
 
 class Terminal:

@@ -36,9 +36,11 @@ IGNORED = "input ignored: keys that come together count as pasted; type them one
 SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|O.|[\]P^_X].*?(?:\x07|\x1b\\)|.?)", re.DOTALL)
 """Matches an escape sequence: a key, the mouse, the begin or end of a paste, or an answer."""
 RESTORE = (
-    b"\x1b[?1000l\x1b[?1003l\x1b[?1006l\x1b[?2004l\x1b[?1004l\x1b[?7h\x1b[<u\x1b[?1049l\x1b[?25h"
+    b"\x1b[?1000l\x1b[?1003l\x1b[?1015l\x1b[?1006l\x1b[?2048l\x1b[?2004l\x1b[?1004l\x1b[?7h"
+    b"\x1b[<u\x1b[?1049l\x1b[?25h"
 )
-"""Restores mouse, paste, focus, line wrap, keyboard protocol, alternate screen and cursor."""
+"""Restores mouse, reports of the size, paste, focus, line wrap, keyboard protocol, alternate screen
+and cursor."""
 
 
 class TerminalDriver(LinuxDriver):
@@ -75,6 +77,14 @@ class TerminalDriver(LinuxDriver):
             loop.add_signal_handler(number, self._app.exit, 0)
             signal.signal(number, self._on_signal)
         signal.signal(signal.SIGUSR1, lambda *_: None)
+
+    def _get_terminal_size(self) -> tuple[int, int]:
+        """Returns the present size; Textual returns the size in COLUMNS and LINES, if any."""
+        try:
+            columns, rows = os.get_terminal_size(self._file.fileno())
+        except OSError:
+            columns = rows = 0
+        return (columns, rows) if columns and rows else super()._get_terminal_size()
 
     def _sigcont_application(self, *_: object) -> None:
         """Starts the application mode; first stops it if no SIGTSTP did, for example after SIGSTOP.

@@ -36,8 +36,8 @@ def console(
 
 def stop_reading(terminal: Terminal) -> None:
     """Makes the console write more than the terminal buffers, so that its main loop blocks."""
-    for width in range(60):
-        terminal.resize(80 + width, 40)
+    for columns in range(80, 140):
+        os.write(terminal.fd, b"\x1b[48;40;%d;800;%dt" % (columns, columns * 8))  # its new size
         time.sleep(0.03)
 
 
@@ -63,6 +63,9 @@ def test_it_ends_when_the_terminal_goes_away(tmp_path, blocked, deaf):
 def test_a_signal_ends_it_and_leaves_the_terminal_clean(tmp_path, number, blocked):
     with console(tmp_path) as terminal:
         terminal.wait("q leave")
+        os.write(terminal.fd, b"\x1b[?2048;2$y")  # the terminal can report its size in its input
+        terminal.settle(0.5)
+        assert terminal.modes[b"2048"] == b"h"
         if blocked:
             stop_reading(terminal)
         os.kill(terminal.pid, number)
@@ -238,6 +241,16 @@ def test_no_color_leaves_the_colours_of_the_terminal(tmp_path):
         cells = [cell for row in terminal.screen.buffer.values() for cell in row.values()]
         assert {colour for cell in cells for colour in (cell.fg, cell.bg)} == {"default"}
         terminal.press("esc")
+        terminal.leave()
+
+
+def test_the_size_is_that_of_the_terminal_and_not_that_of_the_environment(tmp_path):
+    with console(tmp_path, env={"COLUMNS": "120", "LINES": "40"}) as terminal:
+        for columns, rows in ((80, 24), (60, 16), (80, 24)):
+            terminal.resize(columns, rows)
+            terminal.wait(
+                lambda shown, rows=rows: "q leave" in "".join(shown.split("\n")[rows - 1 :])
+            )
         terminal.leave()
 
 
