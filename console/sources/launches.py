@@ -313,7 +313,8 @@ def why_not_in_place(run: Path) -> str:
         moved, there = launch, there.parent
     can_act = _is_copy(run) if is_inside else rundir.stamp(there)
     advice = "give that directory" if can_act else "move it back to act on it"
-    return f"{moved} is a copy or was moved: its records name {clean(str(there), 400)}; {advice}"
+    here, home = (clean(str(each), 400) for each in (moved, there))
+    return f"{here} is a copy or was moved: its records name {home}; {advice}"
 
 
 def _home(run: Path) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from console import actions
+from console import actions, cli
 from console.sources import launches
 from console.sources.run import RunSource
 from console.status_text import exit_code, is_over
@@ -89,3 +89,11 @@ def test_a_run_renamed_in_its_launch_is_to_be_moved_back(tmp_path, capsys, words
         code, err = said(capsys, *words.format(target).split())
         text = f"{copy} is a copy or was moved: its records name {path / '0-first'}; move it back"
         assert (code, text in err) == (4, True), err
+
+
+def test_the_name_of_a_moved_run_sends_no_escape_sequence_to_the_terminal(tmp_path, capsys):
+    directory.run(tmp_path / "a").rename(tmp_path / "b\x1b[31m\x07")
+    assert cli.main(["--root", str(tmp_path), "runs"]) == 0
+    out = capsys.readouterr().out
+    assert f"{tmp_path / 'b�'} is a copy or was moved" in out
+    assert "\x1b" not in out
