@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,28 @@ def test_status_speaks_in_words_and_in_data(root):
 def test_the_exit_code_says_how_the_run_is(tmp_path, state, code):
     run = directory.run(tmp_path / "0-x", state=state)
     assert status_text.exit_code(RunSource(run).poll()) == code
+
+
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "console.action_table":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+from {} import {} as main
+sys.exit(main())
+"""
+
+
+def test_ctrl_c_during_the_imports_is_one_sentence():
+    """The imports take seconds on a slow file system."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    program = INTERRUPTED_IMPORT.format(*project["scripts"]["nsa-console"].split(":"))
+    words = [sys.executable, "-c", program, "runs"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    assert done.stderr == "nsa-console: ended by ctrl+c; runs continue\n"
+    assert done.returncode == 130
 
 
 def test_the_next_command_starts_the_program_that_was_called(tmp_path, monkeypatch):
