@@ -15,6 +15,7 @@ from console.tui.feed import ScreenData
 from console.tui.rows import Row, columns, fill, rule
 from console.tui.widgets.figures import OLD_S
 from console.tui.widgets.lines import Panel
+from console.tui.widgets.picker import MARK
 
 LABEL = 6
 AXIS_HEIGHT = 7
@@ -36,12 +37,14 @@ def chart_rows(
     """Returns the title, the body with its value axis and, if there is room, the time axis.
 
     Without data or room, returns only the title. `at` is the time of the crosshair, or None if
-    there is no crosshair. `former` has the curves of the former drawing.
+    there is no crosshair. `MARK` is before the title of the `selected` chart. `former` has the
+    curves of the former drawing.
     """
+    title = MARK * selected + chart.title
     held = [points for name in chart.names if (points := series.get(name))]
     start, span = window
     if not held or width < LABEL + 2:
-        return [rule(chart.title, width, "no data yet", selected, detail=chart.unit_word)]
+        return [rule(title, width, "no data yet", selected, detail=chart.unit_word)]
     room, has_axis = width - LABEL - 1, height >= AXIS_HEIGHT
     body_height = height - 1 - has_axis
     count = room * 2 if mode == "braille" else room
@@ -51,10 +54,10 @@ def chart_rows(
     high = max(high, LEAST_HIGH.get(chart.unit, high))
     gap = ", " if width >= WIDE else " "
     detail = gap.join(filter(None, (chart.unit_word, _window_words(span, width))))
-    note = _note(chart, series, width, width - len(f"{chart.title} {detail} ─ "))
-    if len(f"{chart.title} {detail} ─ {note}") > width:
+    note = _note(chart, series, width, width - len(f"{title} {detail} ─ "))
+    if len(f"{title} {detail} ─ {note}") > width:
         detail = chart.unit_word
-    rows = [rule(chart.title, width, note, selected, detail=detail)]
+    rows = [rule(title, width, note, selected, detail=detail)]
     cell = None if at is None else min(room - 1, max(0, int((at - start) * room / span)))
     labels = _labels(low, high, chart.unit, body_height)
     lines = chartmath.draw(curves, low, high, body_height, mode)

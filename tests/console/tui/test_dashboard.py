@@ -70,6 +70,14 @@ async def test_charts_have_one_time_axis_and_old_values_have_their_age(size):
         assert re.search(r"gate entropy nats 5m ─* 2m old: 0.93\n?", shown), shown
 
 
+async def test_a_mark_shows_the_selected_chart_also_without_colour():
+    async with driven(app_on(recorded.running())) as (_, pilot):
+        await play(pilot, "…gate entropy", "right", "…› utilisation CPU %", "right")
+        shown = await charted(pilot)
+        assert re.findall("› .*", shown)[0].startswith("› throughput tok/s"), shown
+        assert "› utilisation" not in shown
+
+
 async def test_z_zooms_the_selected_chart_and_arrows_read_values_in_it():
     async with driven(app_on(recorded.running())) as (app, pilot):
         await play(pilot, "…gate entropy", "right", "left", "z", "…layer 2")
