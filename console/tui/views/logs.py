@@ -10,7 +10,7 @@ from textual.app import ComposeResult
 from console.model import ALL_SOURCES, LogLine
 from console.tui.feed import ScreenData
 from console.tui.operator import Console
-from console.tui.rows import Row, rule
+from console.tui.rows import Row, cell_len, rule
 from console.tui.views.view import View
 from console.tui.widgets.lines import Panel
 from console.tui.widgets.loglines import log_rows
@@ -118,10 +118,12 @@ class LogView(Scrolls, View):
         names = "  ".join(f"[{n}]" if n == self.source else n for n in self._sources)
         place = f"{start + 1}–{end} of {len(self._lines)}  G: to the end"
         note = "following new lines" if self.bottom is None else place
-        found = f"find {self.needle!r}  " if self.needle else ""
+        note = f"find {self.needle!r}  {note}" if self.needle else note
         attempt = snapshot.state.attempt if snapshot.state else 1
         title = f"log of attempt {attempt}" if attempt > 1 else "log"
-        head = rule(f"{title}  {names}", width, found + note, focused=self.pane.has_focus)
+        if cell_len(f"{title}  {names} ─ {note}") > width:
+            names = f"[{self.source}] of {len(self._sources) - 1} logs"
+        head = rule(f"{title}  {names}", width, note, focused=self.pane.has_focus)
         return [head, *(body or [(("no log lines yet", "dim"),)])]
 
     def _body(self, end: int, width: int, height: int) -> tuple[int, list[Row]]:

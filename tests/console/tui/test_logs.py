@@ -83,6 +83,19 @@ async def test_the_logs_of_a_later_attempt_name_it_and_the_logs_before_it(logged
         await play(pilot, "right", "…a line of attempt 2", "…[r0]")
 
 
+async def test_the_title_names_the_log_and_the_place_also_with_many_ranks():
+    async with driven(app_on(recorded.running(16))) as (app, pilot):
+        await play(pilot, "4", "…no log lines yet")
+        app.feed.stop()
+        assert app.snapshot is not None
+        numbers = [(rank, number) for number in range(60) for rank in range(16)]
+        log = tuple(LogLine(f"r{rank}", f"line {number}") for rank, number in numbers)
+        app.take(dataclasses.replace(app.snapshot, log=log))
+        await play(pilot, "…log  [all] of 16 logs ─", "left", "pageup", "…line 40")
+        title = r"log  \[r15\] of 16 logs ─+ 24–42 of 60  G: to the end"
+        assert re.fullmatch(title, lines(app)[2]), lines(app)[2]
+
+
 async def test_an_empty_log_can_be_scrolled():
     async with driven(app_on(recorded.running())) as (_, pilot):
         await play(pilot, "4", "…no log lines yet", "pagedown", "pageup", "g", "G", "down", "up")
