@@ -29,6 +29,8 @@ from console.model import (
 NOT_GOOD = 1
 MOST_SPANS = 8
 DASH = "–"
+BRIEF = "<1s"
+"""The time of a rank in its phase if it is below 1 s; most phases of a fast step are."""
 NO_AGE = "age not available (its time is in the future or missing)"
 OLD_S = 30.0
 """A live run shows the age of a figure only above this age; an ended run always shows it."""
@@ -44,16 +46,16 @@ RESULT_WORDS: Mapping[str, str] = {"pass": "passed", "fail": "failed", "unknown"
 """The words for the result of a gate."""
 
 
-def age(seconds: float | None) -> str:
+def age(seconds: float | None, least: str = "1s") -> str:
     """Returns an age in a few characters: `1s`, `74s`, `12m`, `3h05`, `2d`; `–` if not known.
 
-    Seconds are rounded up, so that a value that is always new shows a steady `1s`. The age of a
-    time that is more than `CLOCK_S` in the future is not known.
+    Seconds are rounded up, and an age below 1 s is `least`, so that a value that is always new
+    shows a steady text. The age of a time that is more than `CLOCK_S` in the future is not known.
     """
     if seconds is None or not -CLOCK_S <= seconds < math.inf:
         return DASH
     if seconds <= 90:
-        return f"{max(1, math.ceil(seconds))}s"
+        return least if seconds < 1 else f"{math.ceil(seconds)}s"
     if seconds < 5400:
         return f"{seconds / 60:.0f}m"
     if seconds < 48 * 3600:
@@ -209,29 +211,6 @@ def progress(state: RunState) -> str:
     return f"step {state.step:,}"
 
 
-def lost_steps(step: int, saved: int, reports: bool) -> str:
-    """Returns the steps that a stop loses, or "" if they are not known.
-
-    `step` is 0 if the step is not known. `saved` is the step of the checkpoint from which a resume
-    would continue, or 0 if there is none. `reports` says that the program records each checkpoint,
-    as the trainers of this project do.
-    """
-    if not step or not (saved or reports):
-        return ""
-    if not saved:
-        return f"all {counted(step, 'step')} (no checkpoint)"
-    return f"{counted(max(0, step - saved), 'step')} (newest checkpoint: step {saved:,})"
-
-
-def stop_cost(step: int, saved: int, reports: bool, phase: str) -> str:
-    """Returns what a stop costs a run stalled in `phase`, or "" if not known; see `lost_steps`."""
-    lost = lost_steps(step, saved, reports)
-    in_save = "loses no step, but waits for the end of this save"
-    halts = {"save": in_save, "halt": "was already requested"}
-    halt = halts.get(phase, "saves first, but only when all ranks step again")
-    return f"a stop costs {lost}" + f"; a halt {halt}" * reports if lost else ""
-
-
 def checkpoint_text(state: RunState) -> str:
     """Returns the checkpoint from which a resume would continue, or "" without one."""
     resumed = f"step {state.resumed_step:,}, from which this run resumed"
@@ -303,7 +282,7 @@ def rank_line(rank: Rank) -> str:
     where = "no pulse"
     if rank.pulse is not None:
         pulse = rank.pulse
-        since = "" if pulse.since_s is None else f" for {age(pulse.since_s)}"
+        since = "" if pulse.since_s is None else f" for {age(pulse.since_s, BRIEF)}"
         where = f"step {pulse.step:,} {pulse.phase}{since}"
     name = f"rank {rank.rank} pid {rank.pid}" if rank.pid else f"rank {rank.rank}"
     parts = [f"{name} {rank.exit}" if rank.exit else f"{name} {rank.state or '?'}  {where}"]

@@ -18,6 +18,7 @@ from console.diagnose.rank_evidence import limit_s
 from console.sources import launches, liveness, verdicts
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
+from console.stop_cost import completed_of, stop_cost
 from console.supervisor.offline import Diagnosis, diagnosis
 from trainers.contract import jsonl
 from trainers.contract.errors import ContractError
@@ -39,7 +40,8 @@ def as_json(found: Diagnosis, root: Path) -> dict[str, Any]:
     state, verdict = found.state, found.verdict
     seen = verdicts.seen_before(root, found.run, verdict) if verdict and found.run else None
     phase = verdict.phase if verdict else ""
-    cost = status_text.stop_cost(state.step or 0, state.saved_step, bool(state.decided), phase)
+    done = completed_of(state)
+    cost = stop_cost(done, state.saved_step, bool(state.decided), phase)
     missing = [*(verdict.missing if verdict else ()), *found.missing]
     ranks = [
         {"rank": each.rank, "pid": each.pid or None, "state": each.state, "step": each.step,

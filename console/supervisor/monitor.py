@@ -19,22 +19,20 @@ from console.diagnose.rank_evidence import (
     unwatched,
     why_unconfirmed,
 )
-from console.diagnose.readings import Readings
 from console.diagnose.verdict import COLLECTING, diagnose
 from console.diagnose.watchdog import STALL, Change, Watchdog
-from console.model import Gpu, Verdict
+from console.model import Verdict
 from console.plans import gates
-from console.sources import procfs, verdicts
-from console.sources.pace import Progress
+from console.sources import verdicts
 from console.sources.reducer import NO_RECORDS, LatestRecords
-from console.status_text import gate_line, rank_names, stop_cost
+from console.status_text import gate_line, rank_names
+from console.stop_cost import completed, stop_cost
 from console.supervisor.alerts import GATE_ALERT
 from console.supervisor.context import AttemptOwner, RunContext
 from console.supervisor.evidence import Collector
-from console.supervisor.sampling import Sampler
+from console.supervisor.sampling import Sampler, readings
 from trainers.contract import VERSION, jsonl, rundir
 
-LONGEST_STILL_S = 1e9
 HALT_PENDING = "halt-pending"
 STEP_AGAIN, RUN_AGAIN = "the ranks step again", "its process runs again, or its limit is longer"
 _CHANGING = re.compile(r"\d\d:\d\d:\d\d|\d+% of a core|running|sleeping")
@@ -187,7 +185,8 @@ class Monitor:
         if found is not None and found.phase != "exit":
             heads = self._heads().values()
             saved = max((max(head.saved, head.first_step - 1) for head in heads), default=0)
-            cost = stop_cost(found.step or 0, saved, bool(self._run.settings), found.phase)
+            done = completed(found.step or 0, found.phase)
+            cost = stop_cost(done, saved, bool(self._run.settings), found.phase)
             found = replace(found, action="; ".join(filter(None, (found.action, cost))))
         self._set_verdict(found, seen)
         if halting and self.verdict and self.verdict.phase not in ENDING_PHASES:
@@ -373,27 +372,3 @@ def _pause(verdict: Verdict, seconds: float) -> str:
 
 def _withheld(rule: str) -> str:
     return f"{rule}-withheld"
-
-
-def readings(
-    heads: Mapping[int, LatestRecords], seen: Sequence[RankEvidence], rss_mib: Mapping[int, float],
-    gpus: tuple[Gpu, ...], disk: Mapping[str, float], here: bool = True, records_only: bool = False,
-    csv: Progress | None = None, stall_doubt: str = "", env: Mapping[str, Any] | None = None,
-) -> Readings:  # fmt: skip
-    """Returns the readings of one poll, made from samples and records.
-
-    `here` is True if the ranks run on this host. `csv` and `stall_doubt` come from second sources,
-    as in `Readings`.
-    """
-    record_ts = [jsonl.number(head.last, "ts") or 0.0 for head in heads.values()]
-    return Readings(
-        mono=time.monotonic(), ts=time.time(),
-        ranks=tuple(each for each in seen if 0 <= each.unchanged_s < LONGEST_STILL_S),
-        records_only=records_only,
-        fresh=[each for head in heads.values() for each in head.pace.take_fresh()],
-        progress={r: p for r, head in heads.items() if (p := head.pace.progress)},
-        newest_ts=max(record_ts, default=None), csv=csv, stall_doubt=stall_doubt, env=env or {},
-        rss_mib=rss_mib, memory=procfs.memories() if here else (), gpus=gpus,
-        suspended_s=time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic(),
-        disk_free_gib=disk.get("free_gib"), checkpoint_gib=disk.get("checkpoint_gib"),
-    )  # fmt: skip

@@ -39,8 +39,8 @@ from console.sources.pace import RECORDS_LATE_S
 from console.sources.reducer import NO_RECORDS, LatestRecords
 from console.sources.run import RunSource
 from console.supervisor.evidence import Collector
-from console.supervisor.monitor import readings
 from console.supervisor.run_files import Disk, Environment, NewestRow
+from console.supervisor.sampling import readings
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import UsageError
 

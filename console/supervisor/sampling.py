@@ -12,15 +12,17 @@ from dataclasses import asdict
 from typing import Any
 
 from console.diagnose.rank_evidence import Doubt, RankEvidence, with_records
+from console.diagnose.readings import Readings
 from console.model import Gpu
 from console.sources import process, procfs
 from console.sources.nvml import Nvml
 from console.sources.pace import Progress
 from console.sources.reducer import NO_RECORDS, LatestRecords
 from console.supervisor.process_tree import Worker
-from trainers.contract import VERSION, rundir
+from trainers.contract import VERSION, jsonl, rundir
 from trainers.contract.pulse import Pulse
 
+LONGEST_STILL_S = 1e9
 BUSY_PCT = 3.0
 """A process that uses less of a CPU core between two samples, and has no children, is idle."""
 STOPPED_SAMPLES = 4
@@ -127,3 +129,27 @@ class Sampler:
         samples = samples + 1 if switches == before else 1
         self._stops[pid] = switches, samples
         return state if samples >= STOPPED_SAMPLES else "R"
+
+
+def readings(
+    heads: Mapping[int, LatestRecords], seen: Sequence[RankEvidence], rss_mib: Mapping[int, float],
+    gpus: tuple[Gpu, ...], disk: Mapping[str, float], here: bool = True, records_only: bool = False,
+    csv: Progress | None = None, stall_doubt: str = "", env: Mapping[str, Any] | None = None,
+) -> Readings:  # fmt: skip
+    """Returns the readings of one poll, made from samples and records.
+
+    `here` is True if the ranks run on this host. `csv` and `stall_doubt` come from second sources,
+    as in `Readings`.
+    """
+    record_ts = [jsonl.number(head.last, "ts") or 0.0 for head in heads.values()]
+    return Readings(
+        mono=time.monotonic(), ts=time.time(),
+        ranks=tuple(each for each in seen if 0 <= each.unchanged_s < LONGEST_STILL_S),
+        records_only=records_only,
+        fresh=[each for head in heads.values() for each in head.pace.take_fresh()],
+        progress={r: p for r, head in heads.items() if (p := head.pace.progress)},
+        newest_ts=max(record_ts, default=None), csv=csv, stall_doubt=stall_doubt, env=env or {},
+        rss_mib=rss_mib, memory=procfs.memories() if here else (), gpus=gpus,
+        suspended_s=time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic(),
+        disk_free_gib=disk.get("free_gib"), checkpoint_gib=disk.get("checkpoint_gib"),
+    )  # fmt: skip

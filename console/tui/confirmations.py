@@ -9,7 +9,8 @@ from typing import Any
 from console.action_table import ACTIONS, Action
 from console.model import LIVE_STATES, OWN_DIRECTORY, LaunchState, RunState
 from console.sources.process import command
-from console.status_text import checkpoint_text, lost_steps
+from console.status_text import checkpoint_text
+from console.stop_cost import completed_of, lost_steps
 
 Fact = tuple[str, str]
 
@@ -153,7 +154,7 @@ def _last_checkpoint(state: RunState) -> dict[str, str]:
 
 def _of_stop(state: RunState) -> dict[str, str]:
     """Returns facts about a stop: the newest checkpoint, and the steps that may be lost."""
-    lost = lost_steps(state.step or 0, state.saved_step, bool(state.decided))
+    lost = lost_steps(completed_of(state), state.saved_step, bool(state.decided))
     if not (lost or state.decided):
         lost = "all steps that the program has not saved itself"
     elif lost and state.decided and state.state != "stalled":

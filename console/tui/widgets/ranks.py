@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from console.model import LIVE_STATES, Gpu, Rank, RunState
+from console.status_text import BRIEF
 from console.tui import format as fmt
 from console.tui.rows import Row, columns, rule
 from console.tui.widgets.header import RED_S
@@ -183,5 +184,5 @@ def place_cells(rank: Rank, base: str, style: str, end: str = "") -> Cells:
     pulse = rank.pulse
     step = fmt.whole(pulse.step) if pulse else fmt.DASH
     phase = end or (pulse.phase if pulse else fmt.DASH)
-    since = fmt.age(pulse.since_s) if pulse else fmt.DASH
+    since = fmt.age(pulse.since_s, BRIEF) if pulse else fmt.DASH
     return {"step": (step, base), "phase": (phase, style), "for": (since, style)}

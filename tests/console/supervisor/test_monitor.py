@@ -15,7 +15,8 @@ from console.plan import Phase, Watch
 from console.sources.reducer import LatestRecords, Reducer
 from console.sources.series import Series
 from console.sources.summary import Summary
-from console.supervisor import monitor
+from console.stop_cost import completed, stop_cost
+from console.supervisor import monitor, sampling
 from console.supervisor.alerts import Alerts
 from console.supervisor.monitor import Monitor
 from console.supervisor.rundir_io import Directory
@@ -31,7 +32,8 @@ def clock(monkeypatch):
     found = SimpleNamespace(at=time.monotonic(), now=time.time())
     found.time, found.monotonic = lambda: found.now, lambda: found.at
     found.CLOCK_BOOTTIME, found.clock_gettime = time.CLOCK_BOOTTIME, lambda _: found.monotonic()
-    monkeypatch.setattr(monitor, "time", found)
+    for module in (monitor, sampling):
+        monkeypatch.setattr(module, "time", found)
     return found
 
 
@@ -284,7 +286,7 @@ def test_a_stall_has_a_bounded_number_of_verdicts_of_which_the_last_is_current(t
     ],
 )
 def test_the_cost_of_a_stop_is_said_where_it_is_known(step, saved, reports, words):
-    found = monitor.stop_cost(step, saved, reports, "backward")
+    found = stop_cost(step, saved, reports, "backward")
     assert found.startswith(words) if words else not found
     assert ("a halt saves" in found) is (reports and bool(words)), "another program may not save"
 
@@ -305,8 +307,13 @@ def test_the_answer_to_a_halt_promises_no_more_than_the_program_does(tmp_path, s
 def test_a_verdict_of_our_program_names_the_cost_of_a_stop(tmp_path):
     stage = Stage(tmp_path, {"checkpoint.every": 100})
     stage.poll(12.0)
-    assert stage.dog.verdict.action.startswith("a stop costs all 50 steps (no checkpoint)")
+    assert stage.dog.verdict.action.startswith("a stop costs all 49 steps (no checkpoint)")
     stage.directory.close()
+
+
+@pytest.mark.parametrize(("phase", "done"), [("fetch", 49), ("step", 49), ("log", 50)])
+def test_a_stop_costs_only_completed_steps(phase, done):
+    assert completed(50, phase) == done
 
 
 def test_a_halt_whose_checkpoint_is_slow_is_not_said_to_wait_for_a_step(tmp_path):

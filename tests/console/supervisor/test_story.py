@@ -23,7 +23,7 @@ from console.plan import Watch
 from console.plans import gates
 from console.sources.reducer import NO_RECORDS
 from console.sources.summary import Summary
-from console.supervisor.monitor import readings
+from console.supervisor.sampling import readings
 from tests.console.sources.recorded import Recorded
 from trainers.contract import heartbeat, jsonl
 

@@ -196,6 +196,8 @@ def test_no_question_promises_a_checkpoint_of_a_program_that_may_save_none():
     assert facts["stop"]["saved"] == "no checkpoint in the run directory"
     ours = dataclasses.replace(running, decided={"NSA_LR": "1"}, step=43, checkpoint="step_33")
     cost = "10 steps (newest checkpoint: step 33)"
+    in_step = tuple(recorded.rank(number, step=44) for number in range(2))
+    ours = dataclasses.replace(ours, ranks=in_step)  # step 44 is not complete
     for state, lost in ("running", f"Kill: {cost}; Stop: none, if all"), ("stalled", cost):
         asked = KEYS["stop"].question(dataclasses.replace(ours, state=state))
         assert dict(asked.facts)["loses"].startswith(lost), "ranks that are stalled cannot save"

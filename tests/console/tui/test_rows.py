@@ -9,10 +9,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
+from console.status_text import rank_line
 from console.tui import format as fmt
 from console.tui import rows, styles
 from console.tui.terminal import Terminal, detect
 from console.tui.widgets.chart import LABEL, scale_label
+from console.tui.widgets.ranks import place_cells
+from tests.console.tui import recorded
 
 visible = st.characters(codec="utf-8", exclude_categories=("Cc", "Cs", "Mn", "Me", "Cf"))
 texts = st.text(visible, max_size=60)
@@ -62,6 +65,12 @@ def test_wrapped_and_chopped_lines_fit_and_lose_no_word(text, width):
 )  # fmt: skip
 def test_ages(seconds, text):
     assert fmt.age(seconds) == text
+
+
+def test_a_time_below_a_second_in_a_phase_is_not_shown_as_a_second():
+    fast, slow = recorded.rank(0, since_s=0.2), recorded.rank(0, since_s=1.2)
+    assert [place_cells(each, "", "")["for"][0] for each in (fast, slow)] == ["<1s", "2s"]
+    assert "forward for <1s" in rank_line(fast)
 
 
 @pytest.mark.parametrize(
