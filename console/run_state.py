@@ -20,6 +20,7 @@ LAST_STEP = "done"
 """The reason of a rank that completed all its steps."""
 AGREED = "agreed"
 """The reason of a rank that halts only because another rank does."""
+UNJOINED = "no rank has called join"
 TOGETHER_S = 0.5
 """Ends within this time count as simultaneous. torchrun waits longer before KILL."""
 
@@ -99,6 +100,8 @@ class Facts:
     next_attempt: str = ""
     """When, and from which checkpoint, the next attempt starts."""
     view: ReaderView = ReaderView()
+    unjoined: bool = False
+    """True if all ranks of a foreign program run and none has called `join`."""
     is_reader: bool = False
 
     @property
@@ -221,7 +224,8 @@ def _halt_words(facts: Facts) -> str:
 def _completed_words(facts: Facts) -> str:
     early = f"; {facts.ranks_reason}" if facts.reason not in ("", LAST_STEP) else ""
     source = ", according to their exit records" * facts.is_reader
-    return f"all ranks done after step {facts.step}{source}{early}"
+    step = f" after step {facts.step}" if facts.step else ""
+    return f"all ranks done{step}{source}{early}"
 
 
 def _failure_words(facts: Facts) -> str:
@@ -363,10 +367,13 @@ LIVE: tuple[StateRule, ...] = (
     ("stalled", lambda f: bool(f.verdict),
      lambda f: f.verdict + "; a halt is pending" * (f.halt_wanted and not f.halting_ranks)),
     ("halting", lambda f: f.halt_wanted or f.halting_ranks > 0,
-     lambda f: f"halt, requested by {f.by or 'a .HALT file or a signal'}"),
+     lambda f: f"halt, requested by {f.by or 'a .HALT file or a signal'}"
+     + f"; {UNJOINED}, so it has no effect; stop ends the run" * f.unjoined),
     ("running", lambda f: f.step > 0,
      lambda f: "torchrun is not running; the ranks continue without it"
      if f.torchrun_gone and len(f.ends) < f.world else ""),
+    ("starting", lambda f: f.unjoined,
+     lambda f: f"{UNJOINED}: their steps are not known, and a halt has no effect on them"),
     ("starting", lambda f: True,
      lambda f: "torchrun starts the ranks" if f.spawned else "preparing the run directory"),
 )  # fmt: skip

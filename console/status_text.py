@@ -203,12 +203,18 @@ def as_json(state: RunState, whole: bool = False) -> dict[str, Any]:
 
 def progress(state: RunState) -> str:
     if state.step is None:
-        return "no step yet"
+        return "no step yet" if state.state in LIVE_STATES else "no step known"
     if state.steps_planned:
         share = 100 * state.step // state.steps_planned
         eta = f", ETA {age(state.eta_s)}" if state.eta_s else ""
         return f"step {state.step:,} of {state.steps_planned:,} ({share} %){eta}"
     return f"step {state.step:,}"
+
+
+def is_unjoined(state: RunState) -> bool:
+    """Returns whether a foreign program runs and none of its ranks has called `join`."""
+    is_foreign = bool(state.ranks) and not state.decided
+    return is_foreign and state.step is None and state.state in LIVE_STATES
 
 
 def checkpoint_text(state: RunState) -> str:

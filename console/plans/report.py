@@ -174,7 +174,7 @@ def _phase_row(phase: Phase, launch: LaunchState | None) -> tuple[object, ...]:
     counts = Counter(gate.result for gate in state.gates)
     words = [f"{counts[r]} {status_text.RESULT_WORDS[r]}" for r in reversed(RESULTS)]
     planned = f" of {state.steps_planned:,}" if state.steps_planned else ""
-    steps = f"{state.step or 0:,}{planned}"
+    steps = status_text.DASH if state.step is None else f"{state.step:,}{planned}"
     stalls = None if summary is None else summary.stalls
     result = result or "so far" * (state.state in LIVE_STATES)
     text = ": ".join(filter(None, (result, ", ".join(words)))) if state.gates else "none"

@@ -219,7 +219,7 @@ def newest_step(supervisor: Record, ranks: tuple[Rank, ...], records: RunRecords
     steps.append(jsonl.integer(supervisor, "steps"))
     # The last records of a rank may be lost; its last pulse then still has its last step.
     ends = (e for e in jsonl.entries(supervisor, "ends") if e.get("attempt") == records.attempt)
-    steps += [jsonl.integer(end, "step") for end in ends]
+    steps += [jsonl.integer(end, "step") or None for end in ends]  # 0 without a pulse
     return max((each for each in steps if each is not None), default=None)
 
 

@@ -379,7 +379,7 @@ class Attempt:
             halt_steps={rank: h.halt for rank, h in heads.items() if h.halt is not None},
             reasons={rank: head.reason for rank, head in heads.items() if head.reason},
             has_exit_records=all(ends) or not (heads or self.known.failure),
-            verdict=verdict.sentence if verdict else "",
+            verdict=verdict.sentence if verdict else "", unjoined=self.monitor.unjoined,
         )  # fmt: skip
 
     @property
@@ -394,7 +394,7 @@ class Attempt:
         agent, verdict = self.tree.agent, self.monitor.verdict
         return {
             "torchrun": {"pid": agent.pid, "start_ticks": agent.start_ticks} if agent else None,
-            "workers": self._ends.documents(self.facts().culprit()),
+            "workers": self._ends.documents(self.facts()),
             "asked": self.known.requested, "asked_by": self.known.by,
             "verdict": asdict(verdict) if verdict else None,
         }  # fmt: skip

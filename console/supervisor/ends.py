@@ -8,11 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from console.rank_end import NO_CODE, OomEvidence, RankEnd
+from console.run_state import Facts
 from console.sources import crash_log, process, procfs
 from console.sources.crash_log import Crash
 from console.sources.reducer import NO_RECORDS, LatestRecords
 from console.sources.sanitize import clean
 from console.status_text import rank_names
+from console.supervisor.former_documents import ENDINGS
 from console.supervisor.live_directory import LastPulses
 from console.supervisor.process_tree import Tree, Worker
 from trainers.contract import jsonl, pulse, rundir
@@ -132,14 +134,19 @@ class Ends:
         """Returns the kernel's out-of-memory kills since this object was created."""
         return procfs.oom_since(self._oom_before)
 
-    def documents(self, blamed: RankEnd | None) -> list[dict[str, Any]]:
-        """Returns the value of the key `workers` of supervisor.json."""
+    def documents(self, facts: Facts) -> list[dict[str, Any]]:
+        """Returns the value of the key `workers` of supervisor.json.
+
+        If a request or a signal to torchrun ended all ranks, none ended because of another rank.
+        """
+        is_requested = facts.requested in ENDINGS[1:] or facts.ended_by_signal
+        blamed = None if is_requested and not facts.rank_failure else facts.culprit()
         found = []
         for _, worker in sorted(self._tree.workers.items()):
             record = worker.as_dict()
             if record["exit"] is not None:
                 end = self.of(worker)
-                secondary = end.failed and end.secondary and end != blamed
+                secondary = blamed is not None and end.secondary and end.failed and end != blamed
                 record["exit"] |= {"code": end.code, "signal": end.signal, "secondary": secondary}
             found.append(record)
         return found

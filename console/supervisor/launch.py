@@ -224,7 +224,8 @@ class Launch:
         entry |= {
             "state": run.state, "why": run.why,
             "result": result if run.gates or run.state == "completed" else "unknown",
-            "steps": self._steps(run) or 0, "ended_ts": time.time(),
+            "steps": self._steps(run) or (0 if run.summary.ranks else None),
+            "ended_ts": time.time(),
         }  # fmt: skip
         name = entry["name"]
         gate_words = f", gates {RESULT_WORDS[result]}" if run.gates else ""

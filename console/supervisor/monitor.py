@@ -59,6 +59,8 @@ class Monitor:
         heads: Callable[[], Mapping[int, LatestRecords]], late: bool = False,
     ):  # fmt: skip
         self.verdict: Verdict | None = None
+        self.unjoined = False
+        """True if all ranks of a foreign program run and none has called `join`."""
         self._context, self._run, self._heads = context, run, heads
         self._watch, self._alerts = context.watch, context.observers.alerts
         self._watchdog = Watchdog(context.watch, context.actions, settings=run.settings)
@@ -223,7 +225,9 @@ class Monitor:
             self._alerts.clear(PULSE, "no pulse is in doubt")
 
     def _check_joined(self, seen: Sequence[RankEvidence]) -> None:
-        """Raises an alert if ranks are `unwatched`."""
+        """Raises an alert if ranks are `unwatched`; sets `unjoined`."""
+        is_whole = len(seen) == self._context.phase.nproc and not self._run.settings
+        self.unjoined = is_whole and not any(each.phase for each in seen)
         if all(each.phase for each in seen):
             self._alerts.clear(UNJOINED, "no running rank is without join")
         elif late := unwatched(seen, self._watch):

@@ -9,7 +9,7 @@ from typing import Any
 from console.action_table import ACTIONS, Action
 from console.model import LIVE_STATES, OWN_DIRECTORY, LaunchState, RunState
 from console.sources.process import command
-from console.status_text import checkpoint_text
+from console.status_text import checkpoint_text, is_unjoined
 from console.stop_cost import completed_of, lost_steps
 
 Fact = tuple[str, str]
@@ -147,6 +147,11 @@ def _of_checkpoint(state: RunState) -> dict[str, str]:
     return ({} if state.decided else {"keeps": "all work", "note": note}) | _last_checkpoint(state)
 
 
+def _of_dump(state: RunState) -> dict[str, str]:
+    note = "no rank has called join; a rank that does not handle SIGUSR1 is not signalled"
+    return {"note": note} if is_unjoined(state) else {}
+
+
 def _last_checkpoint(state: RunState) -> dict[str, str]:
     """Returns a fact: the newest checkpoint."""
     return {"saved": checkpoint_text(state) or "no checkpoint in the run directory"}
@@ -191,7 +196,10 @@ def _no_resume(state: RunState, launch: LaunchState) -> str:
     return f"{why}; {again if launch.phase else 'L launches a plan'}"
 
 
-FACTS = {"halt": _of_halt, "checkpoint": _of_checkpoint, "stop": _of_stop, "adopt": _of_adopt}
+FACTS = {
+    "halt": _of_halt, "dump": _of_dump, "checkpoint": _of_checkpoint, "stop": _of_stop,
+    "adopt": _of_adopt,
+}  # fmt: skip
 """Additional facts of a confirmation, by action. A fact replaces a fact with the same label."""
 
 

@@ -12,7 +12,7 @@ from console.diagnose.stack_classes import is_of_torch, where
 from console.model import LIVE_STATES, Rank, RunState, Verdict
 from console.sources.process import command
 from console.sources.stacks import Frame, Stack, innermost_own
-from console.status_text import clock, spans
+from console.status_text import clock, is_unjoined, spans
 from console.tui import format as fmt
 from console.tui.feed import ScreenData
 from console.tui.rows import Row, columns, cut, labelled, rule, text_of, wrap
@@ -172,6 +172,8 @@ def evidence_rows(
 
 def no_dump(state: RunState) -> str:
     """Returns the sentence on a missing dump; it names the key that dumps, if that key works."""
+    if is_unjoined(state):
+        return "no dump; D dumps only ranks that handle SIGUSR1, and no rank has called join"
     works = state.state in LIVE_STATES and state.state != "unsupervised"
     return f"no dump {'yet; D dumps the stacks of the ranks' if works else 'of this run'}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from console.model import LIVE_STATES, RunState
-from console.status_text import counted, outcome
+from console.status_text import counted, is_unjoined, outcome
 from console.tui import format as fmt
 from console.tui.feed import ScreenData
 from console.tui.rows import BLANK, Part, Row, cell_len, cut, fit, width_of
@@ -87,7 +87,7 @@ def _phase(state: RunState) -> list[str]:
 
 def _progress(state: RunState) -> list[str]:
     if state.step is None:
-        return []
+        return ["no join, steps not known", "no join"] if is_unjoined(state) else []
     if not state.steps_planned or state.state == "completed":
         return [f"step {state.step:,}"]
     steps = f"{state.step:,}/{state.steps_planned:,}"

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from console import status_text
+from console.sources.run import RunSource
 from console.supervisor.run import BUSY_S, IDLE_S, Run
 from tests.launches import STUB, console, phase
 
@@ -64,9 +66,27 @@ def test_a_program_that_does_not_call_join_and_uses_the_cpu_is_not_stalled(begin
     assert alert["level"] == "warn"
     assert alert["text"].startswith("ranks 0-1 did not call join: their steps are not known")
     assert started.state()["state"] == "starting"
+    unjoined = "no rank has called join: their steps are not known, and a halt has no effect"
+    assert started.state()["why"].startswith(unjoined)
     (tmp_path / "go").touch()
     assert started.wait_end()["phases"][0]["state"] == "completed"
     assert (started.alerts("stall"), started.state()["stalls"]) == ([], 0)
+
+
+def test_a_program_that_does_not_call_join_ends_by_a_stop_at_no_known_step(begin, tmp_path):
+    started = begin_plain(begin, tmp_path, "01", 60)
+    started.wait(lambda: "no rank has called join" in started.state().get("why", ""))
+    assert started.ask("halt")["ok"]
+    halting = started.wait_state("halting")
+    assert halting["why"].endswith(
+        "no rank has called join, so it has no effect; stop ends the run"
+    )
+    assert started.ask("stop")["ok"]
+    (ended,) = started.wait_end()["phases"]
+    assert (ended["state"], ended["steps"]) == ("stopped", None)
+    state = RunSource(started.path).poll()
+    assert (state.step, status_text.progress(state)) == (None, "no step known")
+    assert [rank.exit for rank in state.ranks] == 2 * ["killed (SIGTERM)"]
 
 
 @pytest.mark.parametrize("busy_ranks", ["", "1"])

@@ -10,7 +10,9 @@ import pytest
 from console.model import Gate
 from console.status_text import outcome
 from console.tui.feed import ScreenData
+from console.tui.keys import KEYS
 from console.tui.rows import text_of, width_of
+from console.tui.views.stall import no_dump
 from console.tui.widgets.alertline import alert_rows
 from console.tui.widgets.header import header_row
 from tests.console.tui import recorded
@@ -145,3 +147,15 @@ def test_a_further_attempt_is_counted():
 def test_a_directory_that_takes_no_writes_is_said():
     worst = noticed(recorded.running(directory_blocked_s=12.0))[0]
     assert worst.text == "no write to the run directory has finished for 12s; training continues"
+
+
+def test_a_program_that_has_not_called_join_is_named_where_its_steps_and_stacks_would_be():
+    ranks = tuple(recorded.rank(number, False, pulse=None) for number in range(2))
+    state = recorded.running(state="starting", ranks=ranks, step=None, eta_s=None)
+    assert "STARTING 60s  phase 2/3  no join, steps not known" in header_of(state)
+    assert "no join" in header_of(state, 80)
+    assert "no rank has called join" in no_dump(state)
+    note = dict(KEYS["dump"].question(state).facts)["note"]
+    assert note.startswith("no rank has called join")
+    ours = dataclasses.replace(state, decided={"NSA_LR": "1"})
+    assert "join" not in header_of(ours) + no_dump(ours)
