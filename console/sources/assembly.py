@@ -146,7 +146,8 @@ class Assembly:
         return json_documents.line(self.run_json, "run", default)
 
     def _eta_s(self, step: int | None, planned: int | None) -> float | None:
-        if not step or not planned or self._has_ended or self._state == "stalled":
+        stays = self._has_ended or self._state in ("stalled", "halting", "stopping")
+        if not step or not planned or stays:
             return None
         return self.records.reducer.series.eta_s(step, planned)
 

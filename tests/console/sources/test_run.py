@@ -61,6 +61,16 @@ def test_a_launch_shows_its_current_run_with_figures_windows_and_ages(launch, ru
     assert state.launch.phases[1].state == "later"
 
 
+@pytest.mark.parametrize(
+    ("state", "has_eta"), [("running", True), ("halting", False), ("stopping", False)]
+)
+def test_a_run_that_is_being_ended_has_no_time_until_its_last_step(launch, run, state, has_eta):
+    for step in range(1, 20):
+        directory.beat(run, 0, step, steps_dt_s=[0.1], ts=time.time() - 20 + step)
+    directory.change(run / rundir.SUPERVISOR, state=state)
+    assert (RunSource(launch).poll().eta_s is not None) == has_eta
+
+
 def test_a_directory_of_a_legacy_run_opens_with_the_values_that_it_has(tmp_path):
     path = directory.legacy(tmp_path / "old", 60, 5)
     state = RunSource(path).poll()
