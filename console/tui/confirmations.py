@@ -118,12 +118,10 @@ def _resume(state: RunState, launch: LaunchState) -> Question:
 
 
 def _of_halt(state: RunState) -> dict[str, str]:
-    """Returns facts about a halt, for example the step, and the phases that are not started."""
+    """Returns facts about a halt, for example the phases that are not started."""
     saves = "all work (every rank stops at the same step and saves a checkpoint)"
     facts = {"keeps": saves if state.decided else "only what the program saves itself"}
-    if state.step is not None:
-        facts["now at"] = f"step {state.step:,}"
-    elif not state.decided:
+    if state.step is None and not state.decided:
         facts["else"] = "K stops a program that does not call join, because it ignores a halt"
     if state.state == "stalled":
         verdict, rank = state.verdict, "a rank"
@@ -192,8 +190,8 @@ def _no_resume(state: RunState, launch: LaunchState) -> str:
         then = f"2 shows them, and {command('override')} accepts one"
         return f"R cannot resume it: the gates of {name} did not pass; {then}"
     why = f"R cannot resume it: {name} has no usable checkpoint"
-    again = f"L starts the whole plan; to start {name} again: {command('resume', launch.path)}"
-    return f"{why}; {again if launch.phase else 'L launches a plan'}"
+    whole = "L starts the whole plan; " if launch.phase else ""
+    return f"{why}; {whole}to start {name} again: {command('resume', launch.path)}"
 
 
 FACTS = {

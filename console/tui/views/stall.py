@@ -36,13 +36,12 @@ def _past_rows(past: Verdict, calm: str, width: int, height: int, now: float) ->
     """Returns the last verdict below a sentence on the present state of the run."""
     room = width - len(VERDICT)
     begun, ended = (_clock(ts, now) for ts in (past.ts, past.end_ts or now))
-    until = f"the stall ended {ended}" if past.end_ts else "no end recorded"
-    said = [
-        *wrap(f"{calm}; last verdict: {begun}, {until}", room),
-        *wrap(past.of_past().sentence, room),
-    ]
+    until = f" to {ended}" if past.end_ts else ", no end recorded"
     end = wrap(f"ended: {past.end}", room, 2 if height > 4 else 1) if past.end else []
-    return labelled((VERDICT, "title"), [*said[: max(1, height - len(end))], *end][:height], "dim")
+    said = wrap(f"{calm}; last verdict: {begun}{until}", room, max(1, height - len(end)))
+    if (left := height - len(end) - len(said)) > 0:
+        said += wrap(past.of_past().sentence, room, left)
+    return labelled((VERDICT, "title"), [*said, *end][:height], "dim")
 
 
 def _clock(ts: float, now: float) -> str:

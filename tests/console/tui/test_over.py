@@ -43,12 +43,24 @@ async def test_a_stall_that_is_over_stays_in_the_stall_view_without_its_commands
         await play(pilot, "3", f"…last verdict: {since}")
         shown = " ".join(" ".join(recorded.lines(app)).split())
     for words in (
-        f"the stall ended {to}", "rank 1 is stopped (SIGSTOP); rank 0 waits", f"ended: {AGAIN}",
+        f"last verdict: {since} to {to}", "rank 1 is stopped (SIGSTOP); rank 0 waits", f"ended: {AGAIN}",
         "evidence of the last stall", "+ rank 1: process state T",
     ):  # fmt: skip
         assert words in shown
     assert "71588" not in shown
     assert "→" not in shown
+
+
+def test_a_past_verdict_that_does_not_fit_is_cut_with_an_ellipsis():
+    """A stopped rank stays stopped after a stop: the verdict ended, not the stall."""
+    past = Verdict(
+        **STOPPED | {"sentence": "rank 1 is stopped " * 9, "end": "stop, requested " * 6}
+    )
+    state = recorded.running(state="stopping")
+    rows = [text_of(row).strip() for row in verdict_rows(state, 80, 5, NOW, past)]
+    assert rows[2].endswith("…")
+    assert (len(rows), rows[3].startswith("ended: stop")) == (5, True)
+    assert "the stall ended" not in " ".join(rows)
 
 
 def test_a_new_stall_is_not_described_by_the_last_one():
@@ -159,12 +171,15 @@ async def test_a_launch_names_the_flags_of_the_shell(tmp_path, monkeypatch):
         assert facts["plan"] == f"{file}: sanity, plumbing, recall", "another may have its name"
 
 
+FIRST = recorded.launch("ended", phase=0, phases=recorded.phases(0, "crashed"))
 GATES = "the gates of plumbing did not pass; 2 shows them, and nsa-console override accepts one"
 
 
 @pytest.mark.parametrize(
     ("changed", "why"),
     [({"checkpoint": ""}, "plumbing has no usable checkpoint; L starts the whole plan"),
+     ({"checkpoint": "", "path": f"{FIRST.path}/0-sanity", "launch": FIRST},
+      "sanity has no usable checkpoint; to start sanity again: nsa-console resume /nowhere"),
      ({"decided": {}}, "plumbing has no usable checkpoint; L starts the whole plan"),
      ({"state": "completed"}, GATES), ({"state": "completed", "checkpoint": ""}, GATES),
      ({"launch": recorded.launch("unsupervised"), "state": "killed"}, "")],
