@@ -196,7 +196,9 @@ def _so_far(state: RunState) -> str:
     none = "no gate has been evaluated yet" if has_gates else "it has no gates"
     gates = f"gates so far: {', '.join(words)}" if state.gates else none
     why = f": {state.why}" if state.state in UNHEALTHY_STATES else ""
-    return f"no go yet; {state.id} is {state.state}{why}; {gates}"
+    failed = ", ".join(gate.name for gate in state.gates if gate.result == "fail" and gate.blocks)
+    no_go = f"no go without an override of {failed}" if failed else "no go yet"
+    return f"{no_go}; {state.id} is {state.state}{why}; {gates}"
 
 
 def _basis(run: RunSource, state: RunState) -> str:

@@ -126,6 +126,8 @@ TABLE: tuple[GateRule, ...] = (
              SAMPLES),
 )  # fmt: skip
 
+GATE_ALERT = "gate-"
+"""Prefix of the alert on a result of a live run that blocks; the name of the gate follows."""
 RULES: dict[str, GateRule] = {rule.name: rule for rule in TABLE}
 
 
@@ -231,14 +233,19 @@ def named(rule: GateRule, at: int) -> str:
 
 
 def reached(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
-    """Evaluates the gates of a live run at each step in `at` that all its ranks have reached."""
+    """Returns the results of a live run that do not change any more.
+
+    These are the results at each step in `at` that all its ranks have reached, and each gate that
+    has failed and can no longer pass.
+    """
     summary.is_live = True
     ranks = summary.different(range(summary.world))
     marks = [{row.at for row in summary.of_rank(rank).live} for rank in ranks]
-    return tuple(
+    found = [
         _gate(rule, wanted, summary, at, 0) for rule, wanted, at in _each(bounds, summary.begin)
-        if at and all(at in mark for mark in marks)
-    )  # fmt: skip
+        if (all(at in mark for mark in marks) if at else rule.certain)
+    ]  # fmt: skip
+    return tuple(gate for gate in found if "@" in gate.name or gate.result == "fail")
 
 
 def unknown(bounds: Mapping[str, Any], why: str) -> tuple[Gate, ...]:

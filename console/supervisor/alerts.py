@@ -11,8 +11,6 @@ from console.supervisor.rundir_io import Directory
 from trainers.contract.recorder import REPLACED
 
 DROPPED = "dropped"
-GATE_ALERT = "gate-"
-"""Prefix of the alert on a gate that has an `at` step; the name of the gate follows."""
 CHECKPOINT_ALERT = "checkpoint-"
 """Prefix of the alerts on the save, the load and the back-up of checkpoints."""
 SETTLED_S = 10.0

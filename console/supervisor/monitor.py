@@ -27,7 +27,6 @@ from console.sources import verdicts
 from console.sources.reducer import NO_RECORDS, LatestRecords
 from console.status_text import gate_line, rank_names
 from console.stop_cost import completed, stop_cost
-from console.supervisor.alerts import GATE_ALERT
 from console.supervisor.context import AttemptOwner, RunContext
 from console.supervisor.evidence import Collector
 from console.supervisor.sampling import Sampler, readings
@@ -106,6 +105,9 @@ class Monitor:
                 else "all ranks make progress again; stop ends it now")  # fmt: skip
         if self._run.settings:
             return ".HALT is written; all ranks stop at the same step and save a checkpoint"
+        if len(self._heads()) == self._context.phase.nproc:
+            return (".HALT is written; all ranks stop at the same step; the program saves a "
+                    "checkpoint only if it does so by itself")  # fmt: skip
         return (".HALT is written; a program that does not call join ignores it, and only the "
                 "trainers of this project save a checkpoint; stop ends it")  # fmt: skip
 
@@ -163,14 +165,16 @@ class Monitor:
         return wanted
 
     def _evaluate_gates(self) -> None:
-        """Reports a gate once for each of its `at` steps that all ranks have reached."""
+        """Reports once each gate whose result at a step in `at`, or failure, is final."""
         summary = self._context.reducer.summary
         for gate in gates.reached(summary, self._context.phase.gates):
             if gate.name not in self._evaluated:
                 self._evaluated.add(gate.name)
-                text = f"gate evaluated at its step: {gate_line(gate).strip()}"
+                at_step = "@" in gate.name
+                how = "gate evaluated at its step" if at_step else "this gate needs an override"
+                text, level = f"{how}: {gate_line(gate).strip()}", "crit" if at_step else "warn"
                 if gate.blocks:
-                    self._alerts.raise_(f"{GATE_ALERT}{gate.name}", text, "crit")
+                    self._alerts.raise_(f"{gates.GATE_ALERT}{gate.name}", text, level, "2")
                 else:
                     self._run.event("note", text)
 
@@ -192,8 +196,11 @@ class Monitor:
             found = replace(found, action="; ".join(filter(None, (found.action, cost))))
         self._set_verdict(found, seen)
         if halting and self.verdict and self.verdict.phase not in ENDING_PHASES:
-            text = "a halt is pending: ranks halt at the end of a step, and this run is stalled"
-            self._alerts.raise_(HALT_PENDING, text, "crit", "K")
+            text = (
+                "a halt is pending, and this run is stalled: it halts when the cause of the stall "
+                "is removed; if that is not possible, stop it"
+            )
+            self._alerts.raise_(HALT_PENDING, text, "warn", "K")
         else:
             self._alerts.clear(HALT_PENDING, "the ranks step again, or are being ended")
 

@@ -21,7 +21,6 @@ from console.sources import launch_documents
 from console.sources.run import RunSource
 from console.sources.summary import Summary
 from console.supervisor import former_documents
-from console.supervisor.alerts import GATE_ALERT
 from console.supervisor.launcher import Claim
 from console.supervisor.rundir_io import event_record
 from trainers.contract import jsonl, rundir
@@ -69,14 +68,12 @@ def apply(
         if run is None or _index(phases, args["phase"], "phase") != index:
             raise RefusedError(f"{args['phase']} is not the phase that runs; {NOTHING}")
         so_far = gates.evaluate(run.summary, run.phase.gates, is_live=True)
-        failed = [each for each in so_far if each.result == "fail" and "@" not in each.name]
-        found = [*gates.reached(run.summary, run.phase.gates), *failed]
-        _check(found, args["gate"], so_far)
+        _check(gates.reached(run.summary, run.phase.gates), args["gate"], so_far)
     except RefusedError as error:
         return False, str(error), []
     text, keys = _facts(args)
     run.summary.add_event(run.event("override", text, by=by, **keys))
-    run.alerts.clear(f"{GATE_ALERT}{args['gate']}", text)
+    run.alerts.clear(f"{gates.GATE_ALERT}{args['gate']}", text)
     return True, text, []
 
 

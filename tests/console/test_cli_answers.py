@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 
 import pytest
 
 from console import actions, cli, status_text
+from console.commands import query
 from console.diagnose.watchdog import Watchdog
-from console.model import Gate
+from console.model import Gate, RunState
 from console.plan import Watch
 from console.sources import launches
 from console.sources.record_files import rotated_log
@@ -44,6 +46,14 @@ def test_a_run_that_is_stalled_or_unsupervised_is_not_healthy(
     assert not status_text.is_over(RunSource(launch).poll()), (
         "a command that waits for the end continues to wait"
     )
+
+
+def test_a_live_run_with_a_gate_that_can_no_longer_pass_is_no_go_without_an_override():
+    failed = Gate("no_stall", 1.0, "stalls", "run", "events", "≤ 0", "fail")
+    state = RunState("toy/0-first", "", "running", "", gates=(failed,))
+    assert query._so_far(state).startswith("no go without an override of no_stall; toy/0-first is")
+    accepted = replace(state, gates=(replace(failed, override="known"),))
+    assert query._so_far(accepted).startswith("no go yet; ")
 
 
 def test_nothing_is_armed_where_no_supervisor_lives(launch, capsys):

@@ -165,7 +165,8 @@ class Launch(Scrolls, View):
             most = height if is_live or is_whole else height // 2
             ended = "" if is_live or state.state in LIVE_STATES else ", which ended"
             title = f"gates of {name}{ended}"
-            rows = gate_rows(state.gates, state.bounds, width, most, title)
+            alerts = [alert.id for alert in state.alerts]
+            rows = gate_rows(state.gates, state.bounds, width, most, title, alerts)
         if is_live:
             return rows
         return rows + self._draft_check_rows(width, height if is_whole else height - len(rows))

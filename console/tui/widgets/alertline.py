@@ -77,7 +77,7 @@ def notices(
     return found
 
 
-KEY_WORDS = {"3": "diagnose", "4": "logs", "L": "start", "E": "flags", "D": "dump",
+KEY_WORDS = {"2": "gates", "3": "diagnose", "4": "logs", "L": "start", "E": "flags", "D": "dump",
              "H": "halt", "K": "stop", "R": "new supervisor"}  # fmt: skip
 
 

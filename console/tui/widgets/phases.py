@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -100,14 +100,19 @@ def _phase_row(
 
 
 def gate_rows(
-    gates: Sequence[Gate], bounds: Mapping[str, str], width: int, height: int, heading: str
-) -> list[Row]:
+    gates: Sequence[Gate], bounds: Mapping[str, str], width: int, height: int, heading: str,
+    alerts: Collection[str] = (),
+) -> list[Row]:  # fmt: skip
     """Returns the gates with value and bound, failed gates first, as `grid` arranges them.
 
-    If no gate was evaluated yet, only the bounds are shown.
+    Before the gates are evaluated, only the bounds are shown. The ids of the open `alerts` show the
+    gates that can no longer pass.
     """
     if not gates and bounds:
-        pending = [("", _pending(name, bound)) for name, bound in bounds.items()]
+        from console.plans.gates import GATE_ALERT
+
+        failed = {name for name in bounds if f"{GATE_ALERT}{name}" in alerts}
+        pending = [("fail" * (name in failed), _pending(name, bounds[name])) for name in bounds]
         return grid(pending, width, height, heading, "evaluated when the phase ends")
     cells = [
         (

@@ -68,6 +68,10 @@ class Stage:
         ]
         self.dog.poll(SAMPLE, [] if ending else seen, ending, halting, unread="")
 
+    def alerts(self):
+        """Returns level and text of each alert that was raised."""
+        return [(level, text) for kind, level, text in self.events if kind == "alert"]
+
     def ends(self):
         """Returns the ends of all verdicts in the run directory, the oldest first."""
         self.directory.close()
@@ -304,6 +308,15 @@ def test_the_answer_to_a_halt_promises_no_more_than_the_program_does(tmp_path, s
     stage.directory.close()
 
 
+def test_a_halt_of_a_program_whose_ranks_have_joined_is_not_said_to_be_ignored(tmp_path):
+    joined = dict.fromkeys(range(2), LatestRecords())
+    stage = Stage(tmp_path, heads=lambda: joined)
+    stage.context.phase = replace(stage.context.phase, nproc=2)
+    said = ".HALT is written; all ranks stop at the same step; the program saves a checkpoint only"
+    assert stage.dog.halt_answer().startswith(said)
+    stage.directory.close()
+
+
 def test_a_verdict_of_our_program_names_the_cost_of_a_stop(tmp_path):
     stage = Stage(tmp_path, {"checkpoint.every": 100})
     stage.poll(12.0)
@@ -314,6 +327,30 @@ def test_a_verdict_of_our_program_names_the_cost_of_a_stop(tmp_path):
 @pytest.mark.parametrize(("phase", "done"), [("fetch", 49), ("step", 49), ("log", 50)])
 def test_a_stop_costs_only_completed_steps(phase, done):
     assert completed(50, phase) == done
+
+
+def test_the_alert_on_a_stall_precedes_that_on_a_pending_halt(tmp_path):
+    """A stop loses steps, and the end of the stall completes the halt with a checkpoint."""
+    stage = Stage(tmp_path, {"checkpoint.every": 100})
+    stage.poll(12.0, halting=True)
+    (stall, of_stall), (halt, of_halt) = stage.alerts()
+    assert (stall, halt, "been stalled in" in of_stall) == ("crit", "warn", True)
+    assert of_halt.startswith("a halt is pending, and this run is stalled: it halts when the cause")
+    stage.directory.close()
+
+
+def test_a_gate_that_can_no_longer_pass_is_named_while_the_run_continues(tmp_path):
+    stage = Stage(tmp_path)
+    stage.context.phase = replace(stage.context.phase, gates={"no_stall": True, "bytes_right": 0.9})
+    stage.poll(0.1)
+    assert stage.alerts() == []
+    for _ in range(3):
+        stage.poll(12.0)
+    (_, _), (level, text) = stage.alerts()
+    assert (level, text.partition(" (")[0]) == (
+        "warn", "this gate needs an override: FAIL no_stall: 1 stall",
+    )  # fmt: skip
+    stage.directory.close()
 
 
 def test_a_halt_whose_checkpoint_is_slow_is_not_said_to_wait_for_a_step(tmp_path):

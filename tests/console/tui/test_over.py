@@ -43,8 +43,8 @@ async def test_a_stall_that_is_over_stays_in_the_stall_view_without_its_commands
         await play(pilot, "3", f"…last verdict: {since}")
         shown = " ".join(" ".join(recorded.lines(app)).split())
     for words in (
-        f"last verdict: {since} to {to}", "rank 1 is stopped (SIGSTOP); rank 0 waits", f"ended: {AGAIN}",
-        "evidence of the last stall", "+ rank 1: process state T",
+        f"last verdict: {since} to {to}", "rank 1 is stopped (SIGSTOP); rank 0 waits",
+        f"ended: {AGAIN}", "evidence of the last stall", "+ rank 1: process state T",
     ):  # fmt: skip
         assert words in shown
     assert "71588" not in shown

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from console.model import PendingFlag
+from console.model import Alert, PendingFlag
 from console.tui import feed
 from console.tui.feed import find_newest
 from console.tui.rows import text_of
@@ -113,6 +113,16 @@ async def test_seven_phases_leave_room_for_the_flags_the_command_and_what_fails(
     for part in ("6-late6", "torchrun -m", "bytes_right: at least 0.9 share", "esc closes"):
         assert part in whole, whole
     assert re.search(r"launch, as of \d\d:\d\d:\d\d ", whole), "the overlay does not change"
+
+
+async def test_a_gate_that_can_no_longer_pass_is_marked_while_the_run_continues():
+    text = "this gate needs an override: FAIL no_stall: 1 stall (≤ 0; all attempts, so far; events)"
+    alert = Alert("gate-no_stall", recorded.NOW, "warn", text, "2")
+    bounds = {"steps_done": "100", "no_stall": "True"}
+    shown = await seen(recorded.running(bounds=bounds, alerts=(alert,)), keys="2")
+    assert "2 gates  A ack" in shown
+    assert "✗ no_stall" in shown
+    assert "· steps_done" in shown
 
 
 def test_the_newest_launch_is_opened_when_none_lives(tmp_path):
