@@ -32,8 +32,8 @@ DASH = "–"
 BRIEF = "<1s"
 """The time of a rank in its phase if it is below 1 s; most phases of a fast step are."""
 NO_AGE = "age not available (its time is in the future or missing)"
-OLD_S = 30.0
-"""A live run shows the age of a figure only above this age; an ended run always shows it."""
+OLD_S, STALLED_OLD_S = 30.0, 3.0
+"""A live run, or a stalled run, shows the age of a figure only above this age."""
 SHOWN = (
     "toks_per_s", "step_p50_s", "step_p99_s", "loss", "bytes_right", "grad_norm",
     "gate_entropy_mean", "gate_entropy_min", "gate_share_cmp", "gate_share_sel", "gate_share_win",
@@ -258,11 +258,16 @@ def status_lines(state: RunState, whole: bool = False, all_figures: bool = True)
         yield from launch_lines(state.launch)
 
 
+def oldest_s(state: RunState) -> float:
+    """Returns the age above which a figure of a live run is shown with its age."""
+    return STALLED_OLD_S if state.state == "stalled" else OLD_S
+
+
 def _figure_lines(state: RunState, all_figures: bool) -> Iterator[str]:
     shown = [each for each in state.figures.items() if all_figures or each[0] in SHOWN]
     for name, figure in shown:
         old_s = time.time() - figure.at
-        ago = f", {age(old_s)} ago" * (old_s > OLD_S or state.state not in LIVE_STATES)
+        ago = f", {age(old_s)} ago" * (old_s > oldest_s(state) or state.state not in LIVE_STATES)
         yield f"  {name:<20} {number(figure.value):>12} {figure.unit:<10} {figure.window}{ago}"
     if left := len(state.figures) - len(shown):
         yield f"  {counted(left, 'more figure')}: status --all"

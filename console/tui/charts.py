@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from console.model import LIVE_STATES, RunState
+from console.status_text import OLD_S, oldest_s
 
 BANDED = 16
 """One chart draws a band over at most this many GPUs or ranks; more series take too much memory."""
@@ -37,7 +38,9 @@ class Chart:
     With more than `BANDED` GPUs or ranks, the numbers of the shown ones follow.
     """
     is_over: bool = False
-    """True after the end of the run: a chart of ranks or GPUs then has no present value."""
+    """True after the end of the run, and for a chart of ranks or GPUs without a present value."""
+    old_s: float = OLD_S
+    """The title shows the age of the newest value if another chart is newer by more than this."""
 
     @property
     def unit_word(self) -> str:
@@ -67,13 +70,16 @@ CATALOG = (
 
 def _of_run(chart: Chart, state: RunState, recorded: Collection[str]) -> Chart:
     """Returns a chart with the series and the unit that it has in this run."""
-    chart = replace(chart, is_over=state.state not in LIVE_STATES)
+    is_over = state.state not in LIVE_STATES
+    chart = replace(chart, is_over=is_over, old_s=oldest_s(state))
     if chart.title == ENTROPY:
         count = sum(name.startswith(LAYER) for name in recorded)
         return replace(chart, parts=tuple(f"{LAYER}{index}" for index in range(count)))
     if chart.names:
         figure = state.figures.get(chart.names[0])
         return replace(chart, unit=figure.unit) if figure else chart
+    # Samples have both; a rank without them has ended, or no supervisor is alive.
+    is_over = is_over or (bool(state.ranks) and all(rank.rss_mib is None for rank in state.ranks))
     numbers, each = [rank.rank for rank in state.ranks], "rank"
     series, measures = ("cpu_pct", "CPU") if chart.title == UTILISATION else ("rss_mib", "RSS")
     if state.gpus:
@@ -82,7 +88,7 @@ def _of_run(chart: Chart, state: RunState, recorded: Collection[str]) -> Chart:
     names = tuple(f"{series}:{number}" for number in numbers[:BANDED])
     if len(numbers) > BANDED:
         measures += f" {'' if state.gpus else 'r'}{numbers[0]}–{numbers[BANDED - 1]}"
-    return replace(chart, names=names, each=each, parts=names, measures=measures)
+    return replace(chart, names=names, each=each, parts=names, measures=measures, is_over=is_over)
 
 
 def of_run(state: RunState, recorded: Collection[str], choice: Sequence[str]) -> list[Chart]:

@@ -13,7 +13,6 @@ from console.tui.chartmath import Curves, Mode
 from console.tui.charts import LOWEST_LAYER, Chart
 from console.tui.feed import ScreenData
 from console.tui.rows import Row, columns, fill, rule
-from console.tui.widgets.figures import OLD_S
 from console.tui.widgets.lines import Panel
 from console.tui.widgets.picker import MARK
 
@@ -115,10 +114,10 @@ def _note(chart: Chart, series: Mapping[str, Points], width: int, most: int) -> 
 
 
 def _old(chart: Chart, series: Mapping[str, Points]) -> str:
-    """Returns by how much this chart is older than another, if by more than `OLD_S`, or ""."""
+    """Returns by how much this chart is older than another, if by more than `old_s`, or ""."""
     newest = max((points[-1][0] for points in series.values() if points), default=0.0)
     own = max((series[name][-1][0] for name in chart.names if series.get(name)), default=newest)
-    return f"{fmt.age(newest - own)} old: " if newest - own > OLD_S else ""
+    return f"{fmt.age(newest - own)} old: " if newest - own > chart.old_s else ""
 
 
 def scale_label(value: float, unit: str) -> str:

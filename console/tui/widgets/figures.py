@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from console.model import LIVE_STATES, Figure, RunState
-from console.status_text import OLD_S
+from console.status_text import oldest_s
 from console.tui import format as fmt
 from console.tui.rows import Row, fill, rule
 
@@ -58,7 +58,7 @@ def figure_rows(state: RunState, width: int, height: int, now: float) -> list[Ro
             has_unit = other.unit in ("s", "share")
             value = fmt.figure(other.value, other.unit) if has_unit else f"{other.value:.2f}"
             notes = [f"{word} {value}"]
-        if at - figure.at > OLD_S and (at < now or state.data_age_s is not None):
+        if at - figure.at > oldest_s(state) and (at < now or state.data_age_s is not None):
             notes = [f"{fmt.age(now - figure.at)} old"]
         elif figure.window.endswith(STEPS):
             short = figure.window.removesuffix(STEPS)

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from console.model import EXIT_CODES, Figure
+from console.status_text import status_lines
 from console.tui import charts
 from console.tui.feed import ScreenData
 from console.tui.rows import text_of
@@ -61,6 +62,33 @@ def test_the_newest_value_of_a_run_that_ended_is_its_last(state, note):
     (chart,) = charts.of_run(recorded.running(state=state), series, ["loss"])
     title = text_of(chart_rows(chart, series, (NOW - 60, 60), 60, 6, "braille")[0])
     assert title.endswith(note), title
+
+
+def test_ranks_without_a_supervisor_have_no_present_memory():
+    ranks = tuple(recorded.rank(r, False, rss_mib=None, cpu_pct=None) for r in range(2))
+    run = recorded.running(state="unsupervised", ranks=ranks)
+    for chart in charts.of_run(run, (), [charts.MEMORY, charts.UTILISATION]):
+        series = dict.fromkeys(chart.names, ((NOW - 9, 124.0), (NOW, 124.0)))
+        (title, *_) = texts(chart_rows(chart, series, (NOW - 60, 60), 40, 6, "braille"))
+        assert title.endswith("─ –"), title
+
+
+@pytest.mark.parametrize(("state", "old"), [("running", ""), ("stalled", "18s old")])
+def test_the_speed_of_a_stalled_run_is_not_its_present_speed(state, old):
+    run = dataclasses.replace(recorded.running(), state=state)
+    speed = dataclasses.replace(run.figures["toks_per_s"], at=NOW - 17.5)
+    run = dataclasses.replace(run, figures={"toks_per_s": speed})
+    (row,) = [text for text in texts(figure_rows(run, 28, 9, NOW)) if "tok/s" in text]
+    assert row.endswith(old or "last 10")
+    (chart,) = charts.of_run(run, (), ["throughput"])
+    series = {"toks_per_s": ((NOW - 18.5, 9.0), (NOW - 17.5, 9.0)), "other": ((NOW, 1.0),)}
+    title = text_of(chart_rows(chart, series, (NOW - 60, 60), 40, 6, "braille")[0])
+    assert title.endswith(f"─ {old + ': ' * bool(old)}9"), title
+    # `status` takes the time by itself.
+    speed = dataclasses.replace(speed, at=time.time() - 17.5)
+    run = dataclasses.replace(run, figures={"toks_per_s": speed}, data_age_s=None)
+    lines = "\n".join(status_lines(run, all_figures=False))
+    assert (", 18s ago" in lines) == bool(old)
 
 
 def test_of_a_lost_run_the_end_is_not_known():
