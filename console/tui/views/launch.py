@@ -205,7 +205,8 @@ class Launch(Scrolls, View):
             when = launch.rest[0].name if launch.rest else ""
             changed = {flag.name: flag.value for flag in launch.next_flags}
             now = {**state.environment, **state.decided}
-            self._items = flag_list.items(now, snapshot.coming or None, changed)
+            lasting = [flag.name for flag in launch.next_flags if flag.phases == "all"]
+            self._items = flag_list.items(now, snapshot.coming or None, changed, lasting=lasting)
             later = " and later" if self._later == "all" else ""
             runs = launch.under_way or state.state in LIVE_STATES
             is_now = runs and (own is None or own.index == launch.phase)

@@ -5,7 +5,7 @@ The values may differ, because a running process keeps the environment of its st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from console.tui.rows import Row, columns, labelled, wrap
@@ -30,6 +30,8 @@ class Item:
     """The planned value in the next phase; None without a next phase or without known values."""
     held: str | None = None
     """The value that the operator set for the next phase, or None."""
+    lasts: bool = False
+    """True if that value is also set for all later phases."""
 
     @property
     def following(self) -> str | None:
@@ -43,16 +45,17 @@ class Item:
 
 def items(
     now: Mapping[str, str], coming: Mapping[str, str] | None, changed: Mapping[str, str],
-    flags: Iterable[Flag] = FLAGS.values(),
+    flags: Iterable[Flag] = FLAGS.values(), lasting: Collection[str] = (),
 ) -> list[Item]:  # fmt: skip
     """Returns flags, each with its present and its next value.
 
     `coming` has the planned values of the next phase. It is None if there is no next phase, or if
-    its values are not known. `changed` has the values that the operator set for that phase.
+    its values are not known. `changed` has the values that the operator set for that phase, and
+    `lasting` the names of those that are set for all later phases too.
     """
     return [
         Item(flag, now.get(flag.name, ""), None if coming is None else coming.get(flag.name, ""),
-             changed.get(flag.name))
+             changed.get(flag.name), flag.name in lasting)
         for flag in flags
     ]  # fmt: skip
 
@@ -60,7 +63,8 @@ def items(
 def item_rows(found: list[Item], when: str, width: int) -> list[Row]:
     """Returns the rows of the list; only the first row of a group shows the name of the group.
 
-    A row shows now → next value and, in a wide list, `when` a changed value takes effect.
+    A row shows now → next value and, in a wide list, when a changed value takes effect: in the
+    phase `when`, or in all later phases.
     """
     room = width - GROUP - NAME - len("→*") - 6
     when_width = min(14, room - 18) if room >= 24 else 0
@@ -79,7 +83,7 @@ def item_rows(found: list[Item], when: str, width: int) -> list[Row]:
             ("*" if item.changed else " ", 1, "warn"),
         ]
         if when_width:
-            cells.append((when * item.changed, when_width, "dim"))
+            cells.append((("all later" if item.lasts else when) * item.changed, when_width, "dim"))
         rows.append(columns(cells))
     return rows
 

@@ -211,7 +211,10 @@ def flag_line(text, name):
 @pytest.mark.parametrize("size", SIZES, ids=str)
 async def test_what_the_next_phase_gets_is_what_the_supervisor_would_give_it(tmp_path, size):
     """A flag of the current phase alone does not count for the next phase; the plan's flags do."""
-    flags = (PendingFlag("NSA_ACCUM", "3", "op@gpu01", NOW),)
+    flags = (
+        PendingFlag("NSA_ACCUM", "3", "op@gpu01", NOW),
+        PendingFlag("NSA_SCALER_GROWTH_FACTOR", "4", "op@gpu01", NOW, "all"),
+    )
     launch = planned(tmp_path, next_flags=flags)
     state = recorded.running(
         launch=launch, environment={"NSA_LR": "0.002", "OMP_NUM_THREADS": "1"},
@@ -221,6 +224,8 @@ async def test_what_the_next_phase_gets_is_what_the_supervisor_would_give_it(tmp
     assert "flags now → recall" in text
     assert re.search(r"NSA_LR +0\.002 +→ 0\.0025\b", flag_line(text, "NSA_LR")), text
     assert re.search(r"NSA_ACCUM +1 +→ 3 +\*", flag_line(text, "NSA_ACCUM")), text
+    lasting = flag_line(text, "NSA_SCALER_GROWTH_FACTOR")
+    assert re.search(r"→ 4 +\* all later" if size[0] == 80 else r"→ 4 +\*", lasting), text
     assert re.search(r"NSA_OPT_FUSED +0 +→ [01]\b", flag_line(text, "NSA_OPT_FUSED")), text
     end = await seen(state, (size[0], 70), keys=("2",))
     assert re.search(r"OMP_NUM_THREADS +1 +→ 1", flag_line(end, "OMP_NUM_THREADS")), end
