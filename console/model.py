@@ -21,10 +21,9 @@ LEVELS: tuple[Level, ...] = get_args(Level)
 RESULTS: tuple[Result, ...] = get_args(Result)
 """`LEVELS` and `RESULTS` both start with the worst value."""
 
-LIVE_STATES: frozenset[State] = frozenset(
-    ("queued", "starting", "running", "stalled", "halting", "stopping", "restarting",
-     "unsupervised")
-)  # fmt: skip
+LIVE_STATES: frozenset[State] = frozenset((
+    "queued", "starting", "running", "stalled", "halting", "stopping", "restarting", "unsupervised",
+))  # fmt: skip
 """States of a run that has not ended."""
 BAD_STATES: frozenset[State] = frozenset(("stalled", "failed", "crashed", "killed", "lost"))
 RANK_GONE = "rank-gone"
@@ -38,6 +37,8 @@ OWN_DIRECTORY = "own-directory"
 """The alert of a directory that was moved, replaced or removed; requests there are ignored."""
 END_MISSING = "end-missing"
 """The alert of a run whose end is recorded, but not in supervisor.json."""
+CONTINUED = "continued"
+"""The alert of an ended launch that another launch continues."""
 NO_GO = "no-go"
 """The alert of a run or launch whose records do not confirm that it passed."""
 EXIT_CODES: Mapping[State, int] = {
@@ -283,12 +284,11 @@ class LaunchState:
 
     def unconfirmed(self, folders: Collection[str]) -> LaunchState:
         """Returns a copy: passed phases with a directory in `folders` have the result unknown."""
-        phases = tuple(
+        return replace(self, phases=tuple(
             replace(phase, result="unknown")
             if phase.result == "pass" and phase.dir in folders else phase
             for phase in self.phases
-        )  # fmt: skip
-        return replace(self, phases=phases)
+        ))  # fmt: skip
 
     @property
     def rest(self) -> tuple[PhaseState, ...]:
@@ -305,8 +305,7 @@ class LaunchState:
     def has_passed(self) -> bool:
         """True if the current phase has passed its gates, and another phase follows."""
         current = self.phases[self.phase : self.phase + 1]
-        passed = [each for each in current if (each.state, each.result) == ("completed", "pass")]
-        return bool(passed and self.rest)
+        return bool(self.rest) and ("completed", "pass") in [(p.state, p.result) for p in current]
 
 
 ALL_SOURCES = "all"
@@ -389,7 +388,8 @@ class RunState:
 
         A foreign program has no `decided` settings; its checkpoints are not used.
         """
-        if self.launch is None or self.launch.state != "ended":
+        continued = any(alert.id == CONTINUED for alert in self.alerts)
+        if self.launch is None or self.launch.state != "ended" or continued:
             return False
         has_checkpoint = bool(self.saved_step and self.decided)
         return (has_checkpoint and self.state in ENDED_EARLY) or self.launch.has_passed

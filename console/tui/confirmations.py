@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from console.action_table import ACTIONS, Action
-from console.model import LIVE_STATES, OWN_DIRECTORY, LaunchState, RunState
+from console.model import CONTINUED, LIVE_STATES, OWN_DIRECTORY, LaunchState, RunState
 from console.sources.process import command
 from console.status_text import checkpoint_text, is_unjoined
 from console.stop_cost import completed_of, lost_steps
@@ -181,6 +181,8 @@ def _of_adopt(state: RunState) -> dict[str, str]:
 
 def _no_resume(state: RunState, launch: LaunchState) -> str:
     """Returns why R cannot resume a launch that has ended, and what else is possible."""
+    if found := next((alert.text for alert in state.alerts if alert.id == CONTINUED), ""):
+        return found
     if any(each.result == "pass" for each in launch.phases[launch.phase :]):
         return "R has nothing to resume; L launches a plan"
     name, own = launch.current or "the run", state.own_phase

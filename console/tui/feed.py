@@ -15,7 +15,16 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from console.model import CLOCK_S, LIVE_STATES, LaunchState, LogLine, RunState, Verdict
+from console.model import (
+    CLOCK_S,
+    CONTINUED,
+    LIVE_STATES,
+    Alert,
+    LaunchState,
+    LogLine,
+    RunState,
+    Verdict,
+)
 from console.sources.series import Points
 from console.tui.draft import next_phase_values
 from trainers.contract import jsonl, rundir
@@ -27,6 +36,8 @@ if TYPE_CHECKING:
 
 POLL_S = 1.0
 GLANCE_S = 0.25
+CONTINUED_S = 10.0
+"""Time after which the launches are read again to find one that continues an ended launch."""
 RECENT = 50
 """Among this many of the newest launches, a live one is also found without a supervisor."""
 LOOK_BYTES = 1 << 20
@@ -206,7 +217,7 @@ class Feed:
             self._logs, self._last, self._made = None, None, {}
         source = self._source
         self._stamps = self._stamp()  # a file that changes during the read is read again
-        state = poll_confirmed(source, former=False)
+        state = self._with_continued(poll_confirmed(source, former=False))
         coming = self._poll_coming(state.launch)
         run = source.run_path
         log, begins = self._poll_logs(run, state)
@@ -219,6 +230,19 @@ class Feed:
             at, now, state, charts, recorded, stacks, last_verdict, log, begins, "", *coming
         )
         return self._last
+
+    def _with_continued(self, state: RunState) -> RunState:
+        """Returns the state with the alert `CONTINUED` if another launch continues its launch."""
+        if state.launch is None or not state.can_resume:
+            return state
+        from console import rest_of_launch
+
+        path, turn = Path(state.launch.path), int(time.monotonic() // CONTINUED_S)
+        text = self._unless_same(
+            CONTINUED, (path, turn), lambda: rest_of_launch.continued_words(path, self._root)
+        )
+        alert = Alert(CONTINUED, time.time(), "info", f"{text}; o opens it", observed=True)
+        return replace(state, alerts=(*state.alerts, alert)) if text else state
 
     def _unless_same(self, name: str, mark: object, make: Callable[[], Any]) -> Any:
         """Returns the stored part `name`; if its mark has changed, `make` makes the part again."""
