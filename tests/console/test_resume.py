@@ -17,9 +17,6 @@ from console.sources import json_documents, launches
 from console.sources.run import RunSource
 from console.supervisor import launcher, run_files
 from console.supervisor.next_flags import set_words
-from console.tui.confirmations import CannotAsk
-from console.tui.feed import Feed
-from console.tui.keys import KEYS
 from tests.console.sources import directory
 from tests.launches import STUB, phase
 from trainers import manifest
@@ -154,19 +151,6 @@ def continued(root, run, name, created_ts):
     directory.beat(directory.run(new / "0-sanity", state="halted"), 0, 168)
     directory.end(new)
     return new
-
-
-def test_the_screen_offers_no_resume_of_a_launch_that_another_continues(tmp_path):
-    old = ended(tmp_path)
-    root = old.parents[1]
-    feed = Feed(str, old, root)
-    assert feed.take().state.can_resume
-    continued(root, old / "0-sanity", "one", 1.6e9)
-    feed = Feed(str, old, root)  # the same feed reads the other launches every CONTINUED_S
-    state = feed.take().state
-    assert not state.can_resume
-    with pytest.raises(CannotAsk, match="is already continued by one, which is halted at step 168"):
-        KEYS["adopt"].question(state)
 
 
 def test_a_launch_that_another_continues_is_resumed_only_with_a_confirmation(tmp_path, capsys):

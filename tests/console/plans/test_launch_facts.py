@@ -1,4 +1,4 @@
-"""The facts about the training that a plan would start, and the entries that can be chosen."""
+"""What is known of a training before its start: facts, the entries to choose, useless sweeps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from console import actions, cli
 from console.plans import launch_facts
 from console.tui.widgets.chooser import entries
+from tests.console.plans.test_preflight import row
 from trainers.contract import rundir
 
 NONE = "not known: no recent run of phase plumbing with these settings has completed"
@@ -52,3 +53,26 @@ def test_launches_runs_by_hand_and_plans_can_be_chosen(tmp_path):
 def _made(path):
     path.mkdir(parents=True)
     return path
+
+
+def test_a_sweep_whose_runs_are_too_short_to_be_compared_is_refused(tmp_path):
+    sweep = {"rounds": 9, "variants": {"a": {}, "b": {"flags": {"NSA_LR": 0.5}}}}
+    for steps, wanted in (("29", "fail"), ("30", "pass")):
+        result, text = row("config one b", tmp_path, {"train.steps": steps}, phase=sweep)
+        assert result == wanted, text
+        assert ("train.steps is 29, and a run of a sweep needs at least 30" in text) == (
+            wanted == "fail"
+        )
+
+
+def test_a_sweep_whose_variants_have_the_same_value_is_refused(tmp_path):
+    for value, wanted in (("2.5e-3", "fail"), ("0.5", "pass")):
+        sweep = {"rounds": 9, "variants": {"a": {}, "b": {"flags": {"NSA_LR": value}}}}
+        result, text = row("config one b", tmp_path, {"train.steps": "30"}, phase=sweep)
+        assert result == wanted, text
+        same = "train.lr is 0.0025 in all variants of one, although they should differ in it"
+        assert text.startswith(same) == (wanted == "fail"), text
+    library = {"rounds": 9, "variants": {"a": {}, "b": {"flags": {"NCCL_PROTO": "Simple"}}}}
+    for env, start in (({}, "99 settings"), ({"NCCL_PROTO": "Simple"}, "NCCL_PROTO is Simple in")):
+        _, text = row("config one b", tmp_path, {"train.steps": "30"}, phase=library, env=env)
+        assert text.startswith(start), text

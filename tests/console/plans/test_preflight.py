@@ -66,29 +66,6 @@ def test_the_page_on_plans_has_the_time_limits():
     assert rows == ["gpus", "driver", "gpu memory", "data"]
 
 
-def test_a_sweep_whose_runs_are_too_short_to_be_compared_is_refused(tmp_path):
-    sweep = {"rounds": 9, "variants": {"a": {}, "b": {"flags": {"NSA_LR": 0.5}}}}
-    for steps, wanted in (("29", "fail"), ("30", "pass")):
-        result, text = row("config one b", tmp_path, {"train.steps": steps}, phase=sweep)
-        assert result == wanted, text
-        assert ("train.steps is 29, and a run of a sweep needs at least 30" in text) == (
-            wanted == "fail"
-        )
-
-
-def test_a_sweep_whose_variants_have_the_same_value_is_refused(tmp_path):
-    for value, wanted in (("2.5e-3", "fail"), ("0.5", "pass")):
-        sweep = {"rounds": 9, "variants": {"a": {}, "b": {"flags": {"NSA_LR": value}}}}
-        result, text = row("config one b", tmp_path, {"train.steps": "30"}, phase=sweep)
-        assert result == wanted, text
-        same = "train.lr is 0.0025 in all variants of one, although they should differ in it"
-        assert text.startswith(same) == (wanted == "fail"), text
-    library = {"rounds": 9, "variants": {"a": {}, "b": {"flags": {"NCCL_PROTO": "Simple"}}}}
-    for env, start in (({}, "99 settings"), ({"NCCL_PROTO": "Simple"}, "NCCL_PROTO is Simple in")):
-        _, text = row("config one b", tmp_path, {"train.steps": "30"}, phase=library, env=env)
-        assert text.startswith(start), text
-
-
 @pytest.mark.parametrize("package", ["mine", "console"])
 def test_a_module_of_the_working_directory_is_found_as_the_ranks_find_it(
     tmp_path, monkeypatch, package

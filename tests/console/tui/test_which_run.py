@@ -11,9 +11,11 @@ from textual.events import Key
 
 from console.tui.confirmations import CannotAsk
 from console.tui.draft import Draft
-from console.tui.feed import open_source
+from console.tui.feed import Feed, open_source
+from console.tui.keys import KEYS
 from console.tui.widgets.chooser import Entry
 from tests.console.sources import directory
+from tests.console.test_resume import continued, ended
 from tests.console.tui import recorded
 from tests.console.tui.recorded import Asked, app_on, driven, lines, picture, play, see, until
 from tests.console.tui.test_actions import LAUNCH
@@ -109,3 +111,16 @@ def test_a_plan_that_is_chosen_again_during_its_check_is_not_checked_yet(tmp_pat
     draft.choose("cpu_smoke")
     with pytest.raises(CannotAsk, match="still being checked"):
         draft.question("gpu01")
+
+
+def test_the_screen_offers_no_resume_of_a_launch_that_another_continues(tmp_path):
+    old = ended(tmp_path)
+    root = old.parents[1]
+    feed = Feed(str, old, root)
+    assert feed.take().state.can_resume
+    continued(root, old / "0-sanity", "one", 1.6e9)
+    feed = Feed(str, old, root)  # the same feed reads the other launches every CONTINUED_S
+    state = feed.take().state
+    assert not state.can_resume
+    with pytest.raises(CannotAsk, match="is already continued by one, which is halted at step 168"):
+        KEYS["adopt"].question(state)
