@@ -51,8 +51,7 @@ def chart_rows(
     curves = tuple(_scaled(curve, chart.scale) for curve in drawn)
     low, high = chartmath.bounds(chartmath.merge(curves), chart.from_zero)
     high = max(high, LEAST_HIGH.get(chart.unit, high))
-    gap = ", " if width >= WIDE else " "
-    detail = gap.join(filter(None, (chart.unit_word, _window_words(span, width))))
+    detail = " ".join(filter(None, (chart.unit_word, _window_words(span, width))))
     note = _note(chart, series, width, width - len(f"{title} {detail} ─ "))
     if len(f"{title} {detail} ─ {note}") > width:
         detail = chart.unit_word
@@ -82,8 +81,9 @@ def _crossed(line: str, cell: int | None) -> Row:
 
 
 def _window_words(span: int, width: int) -> str:
+    """Returns the time span of a chart in brackets, which are also the keys that change it."""
     size, unit = (span // 60, "min") if span < 7200 else (span // 3600, "h")
-    return f"{size} {unit}" if width >= WIDE else f"{size}{unit[0]}"
+    return f"[{size} {unit}]" if width >= WIDE else f"[{size}{unit[0]}]"
 
 
 def _note(chart: Chart, series: Mapping[str, Points], width: int, most: int) -> str:
