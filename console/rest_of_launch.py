@@ -148,8 +148,8 @@ def continues(options: LaunchOptions, phases: Iterable[Mapping[str, Any]]) -> di
     return {os.path.realpath(top): launches.launch_id(top) for top in tops if top}
 
 
-def continued_words(path: Path, root: Path) -> str:
-    """Returns a sentence on the newest launch that continues the launch at `path`, or "".
+def continuation(path: Path, root: Path) -> Path | None:
+    """Returns the newest launch that continues the launch at `path`, or None.
 
     That launch is below `root`, or below the root of the launch at `path`. A launch continues the
     launches in its plan.json, and also the launches that those continue.
@@ -162,15 +162,22 @@ def continued_words(path: Path, root: Path) -> str:
         if not chain.isdisjoint(jsonl.mapping(stored, "continues")):
             chain.add(os.path.realpath(each))
             newest = each
+    return newest
+
+
+def continued_words(path: Path, root: Path, with_state: bool = True) -> str:
+    """Returns a sentence on the `continuation` of the launch at `path`, or ""."""
+    newest = continuation(path, root)
     if newest is None:
         return ""
+    top = launches.launch_of(path) or path
+    text = f"{launches.launch_id(top)} is already continued by {launches.launch_id(newest)}"
+    if not with_state:
+        return text
     source = RunSource(newest)
     state = source.poll()
     phase = source.run_path.name.partition("-")[2] if source.run_path else "its first phase"
-    return (
-        f"{launches.launch_id(top)} is already continued by {launches.launch_id(newest)}, which is "
-        f"{state.state} at step {state.step or 0} of {phase}"
-    )
+    return f"{text}, which is {state.state} at step {state.step or 0} of {phase}"
 
 
 def check_still_ended(options: LaunchOptions) -> None:

@@ -153,6 +153,12 @@ def launches(*roots: Path) -> list[Path]:
     return [each.path for each in _known_in(found)]
 
 
+def paths(*roots: Path) -> tuple[Path, ...]:
+    """Returns the launches in `roots` in any order, without reading a document."""
+    found = itertools.chain.from_iterable(map(_directories, roots))
+    return tuple(path for path, names in found if rundir.PLAN in names)
+
+
 def bare_runs(root: Path = ROOT) -> list[Path]:
     """Returns the runs in `root` that belong to no launch, the last changed first."""
     return [path for _, path in sorted(_bare(_directories(root)), reverse=True)]

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 POLL_S = 1.0
 GLANCE_S = 0.25
 CONTINUED_S = 10.0
-"""Time after which the launches are read again to find one that continues an ended launch."""
+"""Interval of the looks for a new launch, which may continue an ended launch."""
 RECENT = 50
 """Among this many of the newest launches, a live one is also found without a supervisor."""
 LOOK_BYTES = 1 << 20
@@ -233,13 +233,20 @@ class Feed:
 
     def _with_continued(self, state: RunState) -> RunState:
         """Returns the state with the alert `CONTINUED` if another launch continues its launch."""
-        if state.launch is None or not state.can_resume:
+        launch = state.launch
+        if launch is None or launch.state not in ("ended", "unsupervised"):
             return state
         from console import rest_of_launch
+        from console.sources import launches
 
-        path, turn = Path(state.launch.path), int(time.monotonic() // CONTINUED_S)
+        path, turn = Path(launch.path), time.monotonic() // CONTINUED_S
+        known = self._unless_same(
+            "launches", turn, lambda: launches.paths(self._root, launches.root_of(path))
+        )
         text = self._unless_same(
-            CONTINUED, (path, turn), lambda: rest_of_launch.continued_words(path, self._root)
+            CONTINUED,
+            (path, known),
+            lambda: rest_of_launch.continued_words(path, self._root, False),
         )
         alert = Alert(CONTINUED, time.time(), "info", f"{text}; o opens it", observed=True)
         return replace(state, alerts=(*state.alerts, alert)) if text else state

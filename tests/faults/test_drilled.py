@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from console.diagnose.verdict import BEING_READ
+from console.status_text import counted
 from tests.launches import Begin, Started
 from tests.trainers.runs import CONFIG, heartbeats, small
 from trainers.contract import rundir
@@ -72,7 +73,8 @@ def test_a_rank_that_hangs_in_a_backward_hook_is_named_and_its_stack_has_the_lin
     assert "<lambda>" in dump
     assert steps_after(ended, 1)[-1] > HOOK
     saved = HOOK - HOOK % EVERY
-    assert f"costs {HOOK - saved} steps (newest checkpoint: step {saved})" in said["action"]
+    lost = counted(HOOK - 1 - saved, "step")
+    assert f"costs {lost} (newest checkpoint: step {saved})" in said["action"]
     scene.note(said["sentence"], seconds)
 
 
