@@ -20,7 +20,6 @@ LAST_STEP = "done"
 """The reason of a rank that completed all its steps."""
 AGREED = "agreed"
 """The reason of a rank that halts only because another rank does."""
-UNJOINED = "no rank has called join"
 TOGETHER_S = 0.5
 """Ends within this time count as simultaneous. torchrun waits longer before KILL."""
 
@@ -368,12 +367,13 @@ LIVE: tuple[StateRule, ...] = (
      lambda f: f.verdict + "; a halt is pending" * (f.halt_wanted and not f.halting_ranks)),
     ("halting", lambda f: f.halt_wanted or f.halting_ranks > 0,
      lambda f: f"halt, requested by {f.by or 'a .HALT file or a signal'}"
-     + f"; {UNJOINED}, so it has no effect; stop ends the run" * f.unjoined),
+     + "; it has no effect until the ranks call join; stop ends the run now" * f.unjoined),
     ("running", lambda f: f.step > 0,
      lambda f: "torchrun is not running; the ranks continue without it"
      if f.torchrun_gone and len(f.ends) < f.world else ""),
     ("starting", lambda f: f.unjoined,
-     lambda f: f"{UNJOINED}: their steps are not known, and a halt has no effect on them"),
+     lambda f: "no rank has called join yet: their steps are not known, and a halt has no effect "
+               "until then"),
     ("starting", lambda f: True,
      lambda f: "torchrun starts the ranks" if f.spawned else "preparing the run directory"),
 )  # fmt: skip

@@ -234,7 +234,8 @@ class Monitor:
     def _check_joined(self, seen: Sequence[RankEvidence]) -> None:
         """Raises an alert if ranks are `unwatched`; sets `unjoined`."""
         is_whole = len(seen) == self._context.phase.nproc and not self._run.settings
-        self.unjoined = is_whole and not any(each.phase for each in seen)
+        has_joined = bool(self._heads()) or any(each.phase for each in seen)
+        self.unjoined = is_whole and not has_joined
         if all(each.phase for each in seen):
             self._alerts.clear(UNJOINED, "no running rank is without join")
         elif late := unwatched(seen, self._watch):

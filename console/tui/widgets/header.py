@@ -87,7 +87,7 @@ def _phase(state: RunState) -> list[str]:
 
 def _progress(state: RunState) -> list[str]:
     if state.step is None:
-        return ["no join, steps not known", "no join"] if is_unjoined(state) else []
+        return ["no join yet, steps not known", "no join"] if is_unjoined(state) else []
     if not state.steps_planned or state.state == "completed":
         return [f"step {state.step:,}"]
     steps = f"{state.step:,}/{state.steps_planned:,}"

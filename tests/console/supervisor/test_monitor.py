@@ -131,6 +131,15 @@ def test_ranks_of_a_foreign_program_without_join_are_not_stalled(tmp_path, ranks
     stage.directory.close()
 
 
+@pytest.mark.parametrize(("heads", "unjoined"), [({}, True), ({0: LatestRecords()}, False)])
+def test_a_program_whose_pulses_are_lost_has_joined_if_it_has_records(tmp_path, heads, unjoined):
+    stage = Stage(tmp_path, heads=lambda: heads)
+    stage.context.phase = replace(stage.context.phase, nproc=1)
+    stage.dog.poll(SAMPLE, [replace(SILENT, rank=0, doubt="lost")], "", halting=True, unread="")
+    assert stage.dog.unjoined is unjoined
+    stage.directory.close()
+
+
 @pytest.mark.parametrize(("settings", "rank"), [({}, None), ({"train.steps": 9}, 1)])
 def test_only_in_a_trainer_an_evaluation_is_known_to_come_last_in_a_step(tmp_path, settings, rank):
     stage = Stage(tmp_path, settings=settings)

@@ -66,8 +66,8 @@ def test_a_program_that_does_not_call_join_and_uses_the_cpu_is_not_stalled(begin
     assert alert["level"] == "warn"
     assert alert["text"].startswith("ranks 0-1 did not call join: their steps are not known")
     assert started.state()["state"] == "starting"
-    unjoined = "no rank has called join: their steps are not known, and a halt has no effect"
-    assert started.state()["why"].startswith(unjoined)
+    unjoined = "no rank has called join yet: their steps are not known, and a halt has no effect"
+    assert started.state()["why"].startswith(f"{unjoined} until then")
     (tmp_path / "go").touch()
     assert started.wait_end()["phases"][0]["state"] == "completed"
     assert (started.alerts("stall"), started.state()["stalls"]) == ([], 0)
@@ -79,7 +79,7 @@ def test_a_program_that_does_not_call_join_ends_by_a_stop_at_no_known_step(begin
     assert started.ask("halt")["ok"]
     halting = started.wait_state("halting")
     assert halting["why"].endswith(
-        "no rank has called join, so it has no effect; stop ends the run"
+        "it has no effect until the ranks call join; stop ends the run now"
     )
     assert started.ask("stop")["ok"]
     (ended,) = started.wait_end()["phases"]

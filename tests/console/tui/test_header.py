@@ -152,7 +152,7 @@ def test_a_directory_that_takes_no_writes_is_said():
 def test_a_program_that_has_not_called_join_is_named_where_its_steps_and_stacks_would_be():
     ranks = tuple(recorded.rank(number, False, pulse=None) for number in range(2))
     state = recorded.running(state="starting", ranks=ranks, step=None, eta_s=None)
-    assert "STARTING 60s  phase 2/3  no join, steps not known" in header_of(state)
+    assert "STARTING 60s  phase 2/3  no join yet, steps not known" in header_of(state)
     assert "no join" in header_of(state, 80)
     assert "no rank has called join" in no_dump(state)
     note = dict(KEYS["dump"].question(state).facts)["note"]
