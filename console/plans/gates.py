@@ -63,6 +63,11 @@ class GateRule:
     figure: str = ""
     """One of the `FIGURES`, or "". Only a gate with a figure can be evaluated at `LIVE_STEPS`."""
 
+    @property
+    def is_final(self) -> bool:
+        """True if a failure remains: no record changes it, and no restart repeats its step."""
+        return self.certain and self.span == "all attempts"
+
     def value(self, summary: Summary, at: int) -> Measured:
         """Returns the value of the gate at a step, or its newest value if `at` is 0.
 
@@ -201,8 +206,8 @@ def evaluate(
 
     A gate with `at` has one more result for each step in `at`, with the name `NAME@STEP`. If the
     run `is_live`, its newest records do not count as missing, because the run still writes them. A
-    gate that fails so far is then unknown, except a `certain` gate and a gate at a step. A gate at
-    a step that only an earlier run has made is left out.
+    gate that fails so far is then unknown, except an `is_final` gate and a gate at a step. A gate
+    at a step that only an earlier run has made is left out.
     """
     summary.is_live = is_live
     begin, planned = (summary.former or summary).begin, _planned(bounds)
@@ -243,7 +248,7 @@ def reached(summary: Summary, bounds: Mapping[str, Any]) -> tuple[Gate, ...]:
     marks = [{row.at for row in summary.of_rank(rank).live} for rank in ranks]
     found = [
         _gate(rule, wanted, summary, at, 0) for rule, wanted, at in _each(bounds, summary.begin)
-        if (all(at in mark for mark in marks) if at else rule.certain)
+        if (all(at in mark for mark in marks) if at else rule.is_final)
     ]  # fmt: skip
     return tuple(gate for gate in found if "@" in gate.name or gate.result == "fail")
 
@@ -291,7 +296,7 @@ def _gate(rule: GateRule, wanted: Demand, summary: Summary, at: int, planned: fl
         result = "fail"
     why = found.why if result != "unknown" else why
     is_open = summary.is_live and not at
-    if is_open and result == "fail" and not rule.certain:
+    if is_open and result == "fail" and not rule.is_final:
         result, why = "unknown", why or "not met so far; the run has not ended"
     windows = rule.span, found.window, share, totals.name, "so far" * is_open
     window = ", ".join(filter(None, windows))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from console.plans import gates
 from tests.console.plans.histories import attempt, result, summed
 
 
@@ -19,6 +20,17 @@ def test_the_largest_memory_is_never_too_low_after_a_resume():
             largest = min(start, steps) - 1
             assert gate.value == largest if exact else gate.value >= largest
             assert gate.result == "pass"
+
+
+def test_a_memory_above_its_bound_is_not_final_because_a_restart_can_repeat_the_step():
+    bounds, high = {"gpu_mem_below_mib": 8_000}, attempt(1, range(1, 100), gpu_mem_reserved=7_000)
+    high.add("progress", 100, gpu_mem_reserved=9_000)
+    repeated = attempt(2, range(80, 90), gpu_mem_reserved=7_000)
+    for found, value in ((summed(high), 9_000), (summed(high, repeated), 7_000)):
+        (gate,) = gates.evaluate(found, bounds, is_live=True)
+        assert (gate.value, gate.result == "fail") == (value, False)
+        assert not gates.reached(found, bounds)
+    assert result(summed(high), **bounds).result == "fail", "at the end, no restart follows"
 
 
 @pytest.mark.parametrize("rises", [30, 60, 200, 1_000])
