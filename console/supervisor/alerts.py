@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from console.model import OWN_DIRECTORY
+from console.plans.gates import GATE_ALERT
 from console.supervisor.rundir_io import Directory
 from trainers.contract.recorder import REPLACED
 
@@ -52,10 +53,19 @@ class Alerts:
             self._event("clear", text, alert=name)
 
     def clear_all(self, text: str) -> None:
-        """Closes all alerts except those on checkpoints, which remain true after an attempt."""
+        """Closes all alerts except those that remain true after an attempt.
+
+        These are the alerts on checkpoints, and on gates that can no longer pass. A restart can
+        repeat the step of a gate at a step.
+        """
         for name in list(self._open):
-            if not name.startswith(CHECKPOINT_ALERT):
+            if "@" in name or not name.startswith((CHECKPOINT_ALERT, GATE_ALERT)):
                 self.clear(name, text)
+
+    def clear_gates(self, text: str) -> None:
+        """Closes the alerts on gates."""
+        for name in [each for each in self._open if each.startswith(GATE_ALERT)]:
+            self.clear(name, text)
 
     def open(self) -> dict[str, dict[str, Any]]:
         """Returns the event of each open alert, with its newest text, by name of the alert."""

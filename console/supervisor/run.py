@@ -138,9 +138,8 @@ class Run:
     def _continue_waiting(self, state: Mapping[str, Any]) -> bool:
         """Waits for the next attempt; returns False if the former process did not wait for it."""
         policy = self._spec.plan.restart
-        if len(self._ended) < self.number or not (
-            again := restart.next_attempt(self._ended, policy)
-        ):
+        again = len(self._ended) >= self.number and restart.next_attempt(self._ended, policy)
+        if not again:
             return False
         wait_s = policy.backoff_s if isinstance(again, str) else again.wait_s
         self.attempt.abandon()
@@ -338,6 +337,7 @@ class Run:
     def _conclude(self, state: State, why: str) -> None:
         """Ends the run; writes its gates, its last state and a supervisor heartbeat."""
         self._next_at, self.over = None, True
+        self.alerts.clear_gates("the run has ended")
         self.gates = gates.unknown(self.phase.gates, "the records were not read")
         if self.is_read:
             self.gates = self.observers.call(

@@ -359,6 +359,12 @@ def test_a_gate_that_can_no_longer_pass_is_named_while_the_run_continues(tmp_pat
     assert (level, text.partition(" (")[0]) == (
         "warn", "this gate needs an override: FAIL no_stall: 1 stall",
     )  # fmt: skip
+    alerts = stage.context.observers.alerts
+    alerts.raise_("gate-gpu_mem_below_mib@100", "a restart may repeat its steps")
+    alerts.clear_all("the attempt has ended")
+    assert list(alerts.open()) == ["gate-no_stall"], "no later attempt can change it"
+    alerts.clear_gates("the run has ended")
+    assert not alerts.open()
     stage.directory.close()
 
 
