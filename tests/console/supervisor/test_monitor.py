@@ -294,8 +294,9 @@ def test_a_stall_has_a_bounded_number_of_verdicts_of_which_the_last_is_current(t
         ),
         (41, 0, True, "a stop costs all 41 steps (no checkpoint); a halt saves first"),
         (41, 0, False, ""),  # a foreign program may save without a record
-        (0, 0, True, ""),
-        (0, 710, True, ""),  # the step is not known
+        (0, 0, True, "a stop costs no completed step (no checkpoint); a halt saves first"),
+        (None, 0, True, ""),
+        (None, 710, True, ""),  # the step is not known
     ],
 )
 def test_the_cost_of_a_stop_is_said_where_it_is_known(step, saved, reports, words):
@@ -333,9 +334,12 @@ def test_a_verdict_of_our_program_names_the_cost_of_a_stop(tmp_path):
     stage.directory.close()
 
 
-@pytest.mark.parametrize(("phase", "done"), [("fetch", 49), ("step", 49), ("log", 50)])
-def test_a_stop_costs_only_completed_steps(phase, done):
-    assert completed(50, phase) == done
+@pytest.mark.parametrize(
+    ("step", "phase", "done"),
+    [(50, "fetch", 49), (50, "step", 49), (50, "log", 50), (1, "fetch", 0), (0, "boot", None)],
+)
+def test_a_stop_costs_only_completed_steps(step, phase, done):
+    assert completed(step, phase) == done
 
 
 def test_the_alert_on_a_stall_precedes_that_on_a_pending_halt(tmp_path):
