@@ -131,15 +131,19 @@ class LaunchSpec:
         }  # fmt: skip
 
 
-def check_in_use(given: Mapping[str, str], phases: Iterable[Phase]) -> None:
-    """Raises UsageError if the `set` of a phase overrides one of the given flags."""
+def check_in_use(given: Mapping[str, str], phases: Iterable[Phase], runs: bool = False) -> None:
+    """Raises UsageError if the `set` of a phase overrides one of the given flags.
+
+    `runs` says that the launch of these phases runs already.
+    """
     for phase in phases:
         for name, value in given.items():
             key = registry.lookup(name).setting
             if phase.is_ours and key in phase.set:
+                halt = f"halt the launch, and use launch --phase {phase.sweep or phase.name}"
                 raise UsageError(
-                    f"the phase {phase.name!r} sets {key}, which overrides {name}; change it with "
-                    f"launch --set {key}={value}"
+                    f"the phase {phase.name!r} sets {key}, which overrides {name}; to change it, "
+                    f"{halt if runs else 'use launch'} --set {key}={value}"
                 )
 
 

@@ -62,7 +62,7 @@ class NextFlags:
         try:
             if value is not None:
                 value = flags.format_value(flags.parse(name, value))
-                check_in_use({name: value}, planned[index:last])
+                check_in_use({name: value}, planned[index:last], runs=True)
                 changed[name] = {"value": value, "by": by, "ts": time.time(), "phases": phases}
             pending = {key: FlagValue(flag["value"], "operator") for key, flag in changed.items()}
             for each in range(index, last):
