@@ -115,10 +115,14 @@ def test_a_dense_phase_hides_no_difference_of_another_phase(monkeypatch):
 
 
 def test_a_first_batch_warns_of_folders_that_are_not_read(tmp_path):
-    (tmp_path / "a.txt").write_text("text " * 9999)
-    of_text = phase(**{"data.source": "text", "data.path": str(tmp_path)})
+    folder, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    for each in (folder, elsewhere):
+        each.mkdir()
+        (each / "a.txt").write_text("text " * 9999)
+    of_text = phase(**{"data.source": "text", "data.path": str(folder)})
+    (folder / "itself").symlink_to(folder)
     assert first_batch([of_text, phase()])[0] == "pass"
-    (tmp_path / "linked").symlink_to(tmp_path)
+    (folder / "linked").symlink_to(elsewhere)
     result, text, _ = first_batch([of_text, phase()])
     assert (result, "folders that are links: linked;" in text) == ("unknown", True)
 

@@ -149,6 +149,8 @@ def test_a_note_names_linked_folders_which_the_pattern_does_not_enter(tmp_path):
     assert both.about.endswith("(2 files)")
     assert "folders that are links: real/books;" in both.notes[0]
     assert not stream_of(folder, "jsonl", pattern="*/*").notes
+    (folder / "latest").symlink_to("real")
+    assert "links: real/books, wiki;" in stream_of(folder, "jsonl", pattern="**/*").notes[0]
     with pytest.raises(DataError, match="folders that are links: real/books, wiki;"):
         stream_of(folder, "text", pattern="**/*.txt")
 

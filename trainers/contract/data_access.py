@@ -42,18 +42,22 @@ def is_read(file: Path, root: Path, source: str) -> bool:
 def unread_folders(root: Path, pattern: str) -> str:
     """Returns a sentence that names linked folders that `**` in `pattern` does not enter, or "".
 
+    A link to a folder below `root` is left out, because `**` enters that folder itself.
     Raises OSError, ValueError and NotImplementedError.
     """
     begin, stars, _ = pattern.partition("**")
     folders = root.glob(f"{begin}**/*/") if stars else ()
-    links = [each.relative_to(root) for each in folders if each.is_symlink()]
+    links = [
+        each.relative_to(root) for each in folders
+        if each.is_symlink() and not each.resolve().is_relative_to(root.resolve())
+    ]  # fmt: skip
     names = sorted(str(each) for each in links if not any(p.startswith(".") for p in each.parts))
     if not names:
         return ""
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
     return (
-        f"data.pattern={pattern} does not enter folders that are links: {shown}; a pattern such as "
-        "*/**/* enters those directly below data.path"
+        f"data.pattern={pattern} does not enter folders that are links: {shown}; link the files "
+        "instead of the folder, or set data.path to the folder"
     )
 
 
