@@ -126,14 +126,15 @@ class Cache:
         """Appends the next tokens, and the compressed blocks that they complete, if any.
 
         Returns the cached and the new rows of each tensor in `kv`. Raises the errors of
-        `Rows.check`; then nothing is appended.
+        `Rows.check`; then nothing is appended. After another error, `length` is -1 until `reset`.
         """
         pairs = [*zip(self._kv, kv, strict=True), *zip(self._blocks, blocks, strict=False)]
         for rows, new in pairs:
             rows.check(new)
-        # Set first: if the appends are interrupted, the caches of a model differ in length.
-        self.length += kv[0].shape[2]
-        return [rows.append(new) for rows, new in pairs][: len(kv)]
+        length, self.length = self.length, -1  # stays so if an append fails or is interrupted
+        found = [rows.append(new) for rows, new in pairs]
+        self.length = length + kv[0].shape[2]
+        return found[: len(kv)]
 
     def reset(self) -> None:
         """Makes the cache empty, for the next document."""

@@ -141,12 +141,12 @@ class Transformer(nn.Module):
         """int64 `[B, S]` → logits `[B, S, V]`. With `caches`, the tokens follow the cached tokens.
 
         `cu_seqlens` are the offsets of documents packed in each sequence, as in `nsa_attention`.
-        Raises ValueError if the caches have different lengths.
+        Raises ValueError if the caches have different lengths, or an append to one failed.
         """
-        if any(cache.length != caches[0].length for cache in caches):
+        if any(not 0 <= cache.length == caches[0].length for cache in caches):
             raise ValueError(
-                "the caches have different lengths, because an earlier forward with them failed or "
-                "was interrupted; make new caches."
+                "the caches have different or invalid lengths, because an earlier forward with "
+                "them failed or was interrupted; make new caches."
             )
         x = self.embed(tokens)
         cached = caches or [None] * len(self.blocks)

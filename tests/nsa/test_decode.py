@@ -172,5 +172,29 @@ def test_caches_of_an_unfinished_forward_are_refused():
     caches = model.caches()
     with pytest.raises(RuntimeError, match="no gradients"):
         model(tokens, caches)
-    with torch.no_grad(), pytest.raises(ValueError, match="different lengths"):
+    with torch.no_grad(), pytest.raises(ValueError, match="different or invalid lengths"):
         model(tokens, caches)
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+@pytest.mark.parametrize(("layers", "failing"), [(1, 0), (2, 0), (2, 1)])
+def test_caches_of_an_interrupted_append_are_refused(monkeypatch, attention, layers, failing):
+    """An append that needs a larger buffer can run out of memory."""
+    model = Transformer(model_config(n_layers=layers, attention=attention))
+    tokens, caches, original = torch.randint(64, (1, 9)), model.caches(), Rows._larger
+
+    def larger(rows, new):
+        if rows is caches[failing]._kv[1]:
+            raise MemoryError
+        return original(rows, new)
+
+    with torch.no_grad():
+        monkeypatch.setattr(Rows, "_larger", larger)
+        with pytest.raises(MemoryError):
+            model(tokens, caches)
+        monkeypatch.undo()
+        with pytest.raises(ValueError, match="was interrupted; make new caches"):
+            model(tokens, caches)
+        for cache in caches:
+            cache.reset()
+        torch.testing.assert_close(model(tokens, caches), model(tokens))
