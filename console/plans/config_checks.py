@@ -115,8 +115,10 @@ def _wrong_gates(case: Case, index: int) -> Iterator[Found]:
 
     An operator can save further checkpoints, so too few scheduled ones are only a warning.
     """
-    resolved, needs = case.settings[index], dict[str, list[str]]()
-    for name, bound in case.plan.phases[index].gates.items():
+    phase, needs = case.plan.phases[index], dict[str, list[str]]()
+    ranks = {"value": phase.nproc, "origin": "plan or --nproc"}
+    resolved = {**case.settings[index], "nproc": ranks}
+    for name, bound in phase.gates.items():
         if not gates.demand(bound).override:
             for key, needed in _needs(case, index, name, gates.demand(bound)):
                 needs.setdefault(key, []).append(f"{name} needs {needed}")
@@ -131,7 +133,10 @@ def _wrong_gates(case: Case, index: int) -> Iterator[Found]:
 
 
 def _needs(case: Case, index: int, name: str, wanted: gates.Demand) -> Iterator[tuple[str, str]]:
-    """Yields the key and the needed value of each setting with which a gate cannot pass."""
+    """Yields the key and the needed value of each setting with which a gate cannot pass.
+
+    The number of ranks has the key `nproc`.
+    """
     names, value = {name, gates.RULES[name].figure}, partial(case.value, index)
     steps, every = value(STEPS), value(SAVE_EVERY)
     least = [*wanted.at, wanted.bound if name == "steps_done" else 0]
@@ -141,6 +146,8 @@ def _needs(case: Case, index: int, name: str, wanted: gates.Demand) -> Iterator[
     for of, key, accepted in GATE_VALUES:
         if names & {*of} and value(key) not in accepted:
             yield key, " or ".join(map(str, accepted)).lower()
+    if name == "comm_hook_active" and case.plan.phases[index].nproc == 1:
+        yield "nproc", "2 or more ranks"
     at_end = value("checkpoint.at_end") and not (every and steps % every == 0)
     if name in gates.OF_CHECKPOINTS and (steps // every if every else 0) + at_end < wanted.bound:
         yield SAVE_EVERY, f"{wanted.bound:,} checkpoints"

@@ -359,6 +359,17 @@ def test_a_gate_that_cannot_pass_is_refused_before_the_launch(tmp_path, sets, bo
     assert expected(tmp_path, phases=[phase | {"gates": overridden}], expects={}).result == "pass"
 
 
+def test_one_rank_has_no_communication_hook(tmp_path):
+    phase = {"name": "one", "nproc": 1, "config": "configs/tiny_cpu.yaml",
+             "set": {"ddp.compress": "fp16"}, "gates": {"comm_hook_active": True}}  # fmt: skip
+    found = expected(tmp_path, phases=[phase], expects={})
+    assert (found.result, found.text) == (
+        "fail", "nproc is 1 (plan or --nproc), and comm_hook_active needs 2 or more ranks; correct "
+        "nproc, or remove the gates",
+    )  # fmt: skip
+    assert expected(tmp_path, phases=[phase | {"nproc": 2}], expects={}).result == "pass"
+
+
 def test_gates_that_can_pass_are_accepted(tmp_path):
     sets = {"train.steps": 100, "data.source": "recall", "checkpoint.every": 50}
     bounds = {"steps_done": 100, "fetch_below_s": {"bound": 5, "at": 100}, "bytes_right": 0.9,
