@@ -25,7 +25,7 @@ from console.plans.gate_check import RESUME
 from console.sources.rank_totals import LAST_STEPS
 from console.status_text import size
 from trainers import manifest, settings
-from trainers.contract import data_access
+from trainers.contract import data_access, rundir
 from trainers.contract.errors import RefusedError
 
 KEYS = {
@@ -89,6 +89,9 @@ def config(case: Case, index: int) -> Found:
     phase, resolved = case.plan.phases[index], case.settings[index]
     why = gates.why_no_single(case.plan.phases, index)  # after --phase, --nproc or a resume
     if not resolved:
+        if phase.sweep:
+            why = "runs of a foreign program are not compared, unless they write tokens_per_step"
+            why = f"{why} to {rundir.ENV}; remove 'variants'"
         return "unknown" if why else "pass", why or "a foreign program, not checked"
     steps, least = case.value(index, "train.steps"), sweep.LEAST_STEPS
     if phase.sweep and steps < least:

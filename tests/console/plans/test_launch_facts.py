@@ -65,6 +65,17 @@ def test_a_sweep_whose_runs_are_too_short_to_be_compared_is_refused(tmp_path):
         )
 
 
+def test_a_warning_says_that_a_sweep_of_a_foreign_program_is_not_compared(tmp_path):
+    (tmp_path / "t.py").touch()
+    foreign = {"script": "t.py", "config": ""}
+    assert row("config one", tmp_path, phase=foreign)[0] == "pass"
+    sweep = {"rounds": 9, "variants": {"a": {}, "b": {"flags": {"NCCL_PROTO": "Simple"}}}}
+    result, text = row("config one b", tmp_path, phase=foreign | sweep)
+    assert (result, text.startswith("runs of a foreign program are not compared")) == (
+        "unknown", True
+    ), text  # fmt: skip
+
+
 def test_a_sweep_whose_variants_have_the_same_value_is_refused(tmp_path):
     for value, wanted in (("2.5e-3", "fail"), ("0.5", "pass")):
         sweep = {"rounds": 9, "variants": {"a": {}, "b": {"flags": {"NSA_LR": value}}}}
