@@ -192,7 +192,7 @@ def _much_is_held_out(
     return (
         f"data.held_out={fraction:g} holds out {100 * share:.1f} % of the text (the largest such "
         f"file: {max(held, key=sizes.__getitem__)}), because it holds out whole files; set "
-        "data.held_out=0, or divide the text into more files"
+        "data.held_out=0 (and eval.every=0), or divide the text into more files"
     )
 
 

@@ -103,6 +103,7 @@ def test_a_note_names_the_held_out_files_if_they_are_most_of_the_text(tmp_path):
     (note,) = stream.notes
     assert "data.held_out=0.01 holds out 99.6 % of the text (" in note
     assert "corpus.txt)" in note
+    assert note.endswith("data.held_out=0 (and eval.every=0), or divide the text into more files")
     assert not stream_of(tmp_path, held_out=0.01, part=True).notes
     assert not stream_of(tmp_path, held_out=0.0).notes
     for number in range(20):
