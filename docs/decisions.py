@@ -90,7 +90,8 @@ TABLE: tuple[Decision, ...] = (
                "the error in the records of the rank;",
                "the same error in the last two attempts, with no new checkpoint between them.")),
              "If (b) is missing, the next attempt starts, as long as restarts are left. If (a) is "
-             "missing and no rank is known to have failed, the run is `lost`, and no attempt starts.",
+             "missing and no rank is known to have failed, the run is `lost`, and no attempt "
+             "starts.",
              "The next attempt starts, as long as restarts are left."),
     Decision("act-on-stall", "act", "halt, stop or restart a stalled run by a watch rule",
              ("The pulses in the memory that the supervisor opened do not change. After an "
