@@ -305,7 +305,7 @@ def _read(value: Any, kind: Any, key: str, where: str) -> Any:
     if get_origin(kind) is tuple:
         if not isinstance(value, list) or {type(word) for word in value} - {str, int, float}:
             raise UsageError(
-                f"{where}: {key!r} must be a list of words; quote no, off, null and braces"
+                f"{where}: {key!r} must be a list of words; quote no, off, null, dates and braces"
             )
         return tuple(map(str, value))
     if NoneType in parts:

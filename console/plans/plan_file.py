@@ -96,7 +96,8 @@ def _check_part(raw: Mapping[str, Any], changed: Sequence[Mapping[str, Any]], wh
     for name, value in mapping(raw, "set").items():
         if isinstance(value, dict):
             key, inner = next(flatten({name: value}))
-            raise UsageError(f"{where}: set: {name!r} is a section; write '{key}: {inner}'")
+            advice = f"remove the empty {key!r}" if inner == {} else f"write '{key}: {inner}'"
+            raise UsageError(f"{where}: set: {name!r} is a section; {advice}")
     for key in REMOVABLE:
         known = {str(name) for each in changed for name in mapping(each, key)}
         for name, value in mapping(raw, key).items():

@@ -76,7 +76,7 @@ def test_a_hook_is_words_with_their_rate_and_levels(file):
     [
         ("hok: [x]", "did you mean 'hook'"),
         ("hook: notify-send alarm", "list of words"),
-        ("hook: [mail, -s, no]", "quote no, off, null and braces"),
+        ("hook: [mail, -s, no]", "quote no, off, null, dates and braces"),
         ('hook: ["a\\0b"]', "control character"),
         ("hook: [./here]", "absolute path"),
         ("hook: [~/bin/x]", "absolute path"),

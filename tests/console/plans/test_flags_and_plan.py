@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -51,10 +52,14 @@ def test_every_shipped_plan_loads_and_is_named_like_its_file(path):
         ),
         ({"about": ["x"]}, "'about' cannot be ['x']; it takes a text"),
         ({"phases": [{"name": "a", "args": "x"}]}, "'args' must be a list"),
-        ({"phases": [{"name": "a", "args": ["--amp", False]}]}, "quote no, off, null and braces"),
+        ({"phases": [{"name": "a", "args": ["--amp", False]}]}, "quote no, off, null, dates"),
+        (
+            {"phases": [{"name": "a", "args": [date(2024, 1, 1)]}]},
+            "quote no, off, null, dates and braces",
+        ),
         (
             {"checkpoints": {"backup": ["rclone", {"checkpoint": None}]}},
-            "quote no, off, null and braces",
+            "quote no, off, null, dates and braces",
         ),
         ({"env": ["A"]}, "key: value"),
         ({"phases": [{"name": "a", "args": ["x\0y"]}]}, r"control character '\x00'"),

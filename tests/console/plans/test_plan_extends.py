@@ -234,3 +234,9 @@ def test_a_plan_can_name_its_base_with_the_ending(tmp_path):
 def test_a_section_of_settings_is_refused_with_the_dotted_name(tmp_path, text):
     with pytest.raises(UsageError, match=r"c\.yaml: .*set: .*; write 'train.steps: 60'"):
         written(tmp_path, "phases: [{name: a}]", text)
+
+
+@pytest.mark.parametrize(("value", "key"), [("{}", "train"), ("{ema: {}}", "train.ema")])
+def test_an_empty_section_of_settings_is_refused(tmp_path, value, key):
+    with pytest.raises(UsageError, match=f"set: 'train' is a section; remove the empty '{key}'"):
+        written(tmp_path, "phases: [{name: a}]", f"set: {{train: {value}}}")
