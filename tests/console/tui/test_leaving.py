@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from console.sources import process
 from tests.launches import wait_for
 from tests.terminal import Terminal
 
@@ -112,6 +113,14 @@ def test_it_ends_at_the_first_key_after_the_script_that_started_it_was_killed(tm
         terminal.wait(lambda _: not terminal.left_on(), 20)
 
 
+def send(terminal: Terminal, pid: int, *numbers: signal.Signals) -> None:
+    """Sends signals; waits after each signal that stops the process until it is stopped."""
+    for number in numbers:
+        os.kill(pid, number)
+        if number in (signal.SIGSTOP, signal.SIGTSTP):
+            terminal.wait(lambda _: process.state(pid) == "T")
+
+
 @pytest.mark.parametrize(
     "numbers",
     [
@@ -128,9 +137,7 @@ def test_after_a_continue_the_exit_restores_the_line_mode_of_the_terminal(tmp_pa
         before = termios.tcgetattr(terminal.fd)
         terminal.wait("checks passed")
         pid = child_of(terminal.pid)
-        for number in numbers:
-            os.kill(pid, number)
-            terminal.settle(0.5 if number != signal.SIGTERM else 0)
+        send(terminal, pid, *numbers)
         if signal.SIGTERM not in numbers:
             terminal.press_until("?", "Keys in")
             terminal.play("esc", "q")
@@ -215,10 +222,7 @@ LOST = {
     "a key": lambda terminal: terminal.press("\x0c"),
     "a key, with a question": redraw_of_a_question,
     "a resize to the same size": lambda terminal: os.kill(terminal.pid, signal.SIGWINCH),
-    "a continue": lambda terminal: [
-        (os.kill(terminal.pid, number), terminal.settle(0.5))
-        for number in (signal.SIGTSTP, signal.SIGCONT)
-    ],
+    "a continue": lambda terminal: send(terminal, terminal.pid, signal.SIGTSTP, signal.SIGCONT),
 }
 
 
