@@ -124,7 +124,7 @@ def test_the_bound_of_one_step_is_in_the_singular():
 async def test_the_span_keys_go_on_from_the_span_that_is_shown():
     async with driven(app_on(recorded.running())) as (_, pilot):
         assert re.search(r"utilisation CPU % \[2m]", await charted(pilot))
-        await play(pilot, "]", r"…utilisation CPU % \[5m]", "[", "[", r"…utilisation CPU % \[1m]")
+        await play(pilot, "]", "…utilisation CPU % [5m]", "[", "[", "…utilisation CPU % [1m]")
 
 
 async def test_a_shorter_span_than_the_shortest_does_not_move_the_charts():
