@@ -222,9 +222,8 @@ def shell(case: Case) -> Found:
     void = [f"{name} has no effect where the plan or --set sets {flags.OWN[name]}"
             for name in passed if flags.OWN.get(name) in used]  # fmt: skip
     parts += void
-    return "unknown" if dropped or void else "pass", "; ".join(
-        parts
-    ) or "no flag comes from the shell"
+    text = "; ".join(parts) or "no flag comes from the shell"
+    return "unknown" if dropped or void else "pass", text
 
 
 def _is_foreign(name: str) -> bool:
