@@ -129,7 +129,8 @@ def build_parser() -> Parser:
     )  # fmt: skip
     parser.add_argument(
         "--plan", type=word, default="cpu_smoke",
-        help="plan that L launches (default: that of the displayed launch, or else %(default)s)",
+        help="plan that the key L launches (default: the plan of the displayed launch, or else "
+        "%(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--mouse", action=argparse.BooleanOptionalAction,

@@ -159,7 +159,7 @@ def _rules() -> str:
 
 
 QUERIES: tuple[Command, ...] = (
-    Command("runs", "List launches and runs by hand, newest first.",
+    Command("runs", "List launches, and runs that were started without the console, newest first.",
             ("runs", "runs --limit 5 --json"), (
         option("--limit", type=at_least(1, "a whole number of at least 1"), default=50,
                metavar="N", help="largest number of lines (default: %(default)s)"),
@@ -184,7 +184,7 @@ QUERIES: tuple[Command, ...] = (
        "supervisor has not, and ranks of the live run make no progress, the command\n"
        "collects the evidence itself, in 2 to 8 s.\n"
        "  + evidence for the verdict\n"
-       "  - evidence that names only other ranks\n"
+       "  - evidence against it: it names only ranks that the verdict does not name\n"
        "  ? evidence that is not available\n"
        "Exit code of a live run: 0, no stall; 1, stalled or unknown. An ended run has\n"
        "the exit code of `status`.\n"
@@ -195,7 +195,7 @@ QUERIES: tuple[Command, ...] = (
         option("--output", type=path, metavar="FILE",
                help="new file with the ending .tar.gz (default: bundle-ID-TIME.tar.gz in the "
                "working directory)"),
-    ), "Read the archive before you publish it: a secret in it may not be recognised.\n"
+    ), "Read the archive before you publish it: only secrets of known forms are removed.\n"
        "Its MANIFEST.json lists the files, and what was cut off or left out.\n" + LEGACY,
        "diagnose.bundle"),
     Command("watchdog", "Evaluate the watch rules on a run until it ends.", (
@@ -219,7 +219,7 @@ QUERIES: tuple[Command, ...] = (
                          "--yes, end those whose supervisor is dead"),
              option("--yes", action="store_true", help="confirm --end-leftovers"),
              option("--full", action="store_true",
-                    help="read all records of the run instead of its snapshot; may take minutes")),
+                    help="read every record of the run instead of the sums in its snapshot; may take minutes")),
             "A plan is go if no check of its preflight failed. A run is go if it completed,\n"
             "every gate passed or has an override, and its records confirm this. A live run\n"
             "is not go yet: the exit code is at least 1.\n",

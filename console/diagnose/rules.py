@@ -343,7 +343,7 @@ TABLE: tuple[Rule, ...] = (
     Rule("gpu_lost", "GPUs that fell off the bus", "GPUs", 1, 0, 0.0, _gpu_lost, level="crit",
          again_s=10.0),
     Rule("gpu_silent", "GPUs for which NVML returns no values", "GPUs", 1, 0, 10.0, _gpu_silent),
-    Rule("xid", "critical driver errors (Xids) of the GPUs whose newest Xid is at most 10 min old",
+    Rule("xid", "critical driver errors (Xids) of the GPUs with an Xid in the last 10 min",
          "errors", 1, 0, 0.0, _xid, level="crit", again_s=10.0),
     Rule("ecc", "uncorrected memory errors of the GPUs in this attempt", "errors",
          1, 0, 0.0, _ecc, level="crit", again_s=10.0),

@@ -215,7 +215,7 @@ class Launch(Scrolls, View):
             )
             if launch.under_way:
                 heading += f" → {when}{later}" if when else ", no phase left"
-            heading += "; next values not known: z" * bool(snapshot.coming_trouble)
+            heading += " (next values unknown; z says why)" * bool(snapshot.coming_trouble)
         else:
             draft, when, heading = self.draft, "launch", "flags of a new launch"
             choice = {flag_list.BETWEEN.name: "0"} if draft.between == "go" else {}
@@ -226,7 +226,9 @@ class Launch(Scrolls, View):
             self.console.operator.prepare()
         self.picker.heading = heading
         rows = flag_list.item_rows(self._items, when, self.picker.size.width - GUTTER)
-        self.picker.fill(rows, notes=[item.flag.key.help for item in self._items])
+        self.picker.fill(
+            rows, notes=[f"{item.flag.name}: {item.flag.key.help}" for item in self._items]
+        )
         names = [item.flag.name for item in self._items]
         if held is not None and held.flag.name in names:  # a launch has one row less than a draft
             self.picker.move(names.index(held.flag.name) - self.picker.cursor)
