@@ -23,7 +23,12 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 
 from nsa.backends import Switches
 from nsa.config import ModelConfig
@@ -167,9 +172,17 @@ _INDEX_CLASSES = {
 
 
 class _Index(pickle.Unpickler):
-    """Unpickles an index that refers only to the names in `_INDEX_CLASSES`."""
+    """Unpickles an index that refers only to the names in `_INDEX_CLASSES`.
+
+    Two names depend on the version of Python that wrote the index. Up to 3.11.3, a member of an
+    enum is `getattr(kind, name)`; no other use of getattr is possible here. In 3.13, PosixPath is
+    in `pathlib._local`.
+    """
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return lambda _, member: _MEM_FORMAT_ENCODING[member]
+        module = module.removesuffix("._local")
         if name not in _INDEX_CLASSES.get(module, ()):
             raise pickle.UnpicklingError(f"its index contains {module}.{name}: not allowed")
         return super().find_class(module, name)

@@ -219,7 +219,8 @@ QUERIES: tuple[Command, ...] = (
                          "--yes, end those whose supervisor is dead"),
              option("--yes", action="store_true", help="confirm --end-leftovers"),
              option("--full", action="store_true",
-                    help="read every record of the run instead of the sums in its snapshot; may take minutes")),
+                    help="read every record of the run instead of the sums in its snapshot; "
+                         "may take minutes")),
             "A plan is go if no check of its preflight failed. A run is go if it completed,\n"
             "every gate passed or has an override, and its records confirm this. A live run\n"
             "is not go yet: the exit code is at least 1.\n",

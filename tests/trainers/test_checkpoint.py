@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import enum
 import multiprocessing
 import os
 import pickle
 import random
+import sys
 import time
+import types
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PosixPath
 
 import pytest
 import torch
@@ -216,6 +219,32 @@ def test_an_index_that_wants_to_run_code_is_refused(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="system: not allowed"):
         checkpoint.load(path, made(2))
     assert not (tmp_path / "pwned").exists()
+
+
+def test_an_index_may_come_from_another_version_of_python(tmp_path, monkeypatch):
+    """Up to 3.11.3, an enum's member is a call of getattr; in 3.13, paths are in `_local`."""
+    local = types.ModuleType("pathlib._local")
+    monkeypatch.setattr(local, "PosixPath", PosixPath, raising=False)
+    monkeypatch.setitem(sys.modules, local.__name__, local)
+    monkeypatch.setattr(PosixPath, "__module__", local.__name__)
+    monkeypatch.setattr(
+        enum.Enum, "__reduce_ex__", lambda member, _: (getattr, (type(member), member.name))
+    )
+    (path,) = saved(tmp_path, parts := made(1), 1)
+    monkeypatch.undo()
+    index = (path / ".metadata").read_bytes()
+    assert b"getattr" in index
+    assert b"pathlib._local" in index
+    checkpoint.load(path, other := made(2))
+    mine, theirs = parts.model.state_dict(), other.model.state_dict()
+    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_getattr_in_an_index_gives_only_members_of_the_enum(tmp_path):
+    (path,) = saved(tmp_path, made(1), 1)
+    (path / ".metadata").write_bytes(b"cbuiltins\ngetattr\n(ctorch\nSize\nV__init__\ntR.")
+    with pytest.raises(CheckpointError, match="__init__"):
+        checkpoint.load(path, made(2))
 
 
 def save_for_ever(run: Path) -> None:

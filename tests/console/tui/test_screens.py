@@ -73,8 +73,8 @@ SAYS = {
     "running with a backend": ("2", [
         "command of phase plumbing", f"attention: {ROUTES}", "Data and loss"]),
     "running with a plan that cannot be read": ("2z", [
-        r"flags now → recall \(next values unknown; z says why\)", r"contains no readable plan\.json",
-        r"NSA_LR 0\.002"]),
+        r"flags now → recall \(next values unknown; z says why\)",
+        r"contains no readable plan\.json", r"NSA_LR 0\.002"]),
 }  # fmt: skip
 """For each state: keys, and patterns of the text that the screen then shows."""
 VARIANTS = {
