@@ -205,15 +205,16 @@ def _known_in(directories: Iterable[tuple[Path, list[str]]]) -> list[KnownLaunch
 
 
 def _directories(root: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Yields the paths in `root`, and those one level below that are not in a launch.
+    """Yields the paths in `root`, and those one level below; in a launch, only other launches.
 
-    Each path comes with the names in it ([] for a file); links in `root` come last.
+    With `--run-dir ROOT/PLAN`, a launch has the directory in which later launches of the plan are
+    made. Each path comes with the names in it ([] for a file); links in `root` come last.
     """
     for top in sorted((root / name for name in _names(root)), key=Path.is_symlink):
         names = _names(top)
         yield top, names
-        if rundir.PLAN not in names:
-            yield from ((top / name, _names(top / name)) for name in names)
+        inside = filter(STAMP.fullmatch, names) if rundir.PLAN in names else names
+        yield from ((top / name, _names(top / name)) for name in inside)
 
 
 def find(name: str, root: Path = ROOT, act: bool = False) -> Path:

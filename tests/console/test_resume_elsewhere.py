@@ -113,3 +113,18 @@ def test_the_root_of_a_launch_with_its_own_directory_is_in_its_working_directory
     assert launches.root_of(own / "0-sanity") == root
     assert launches.root_to_resume(own, launches.ROOT) == root
     assert launches.root_to_resume(own, tmp_path) == tmp_path
+
+
+def test_launches_in_the_directory_of_an_earlier_launch_of_the_plan_are_found(tmp_path, capsys):
+    """With `--run-dir ROOT/PLAN`, each later launch of the plan is in the directory of that one."""
+    made = ended(tmp_path)
+    root = made.parents[1]
+    made.rename(tmp_path / "made")
+    made.parent.rmdir()
+    old = (tmp_path / "made").rename(root / "cpu_smoke")
+    directory.change(old / rundir.PLAN, created_ts=1.6e9)
+    new = continued(root, old / "0-sanity", "20261128-185230", 1.7e9)
+    assert launches.launches(root) == [new, old]
+    assert launches.find("latest", root) == new
+    assert cli.main(["--root", str(root), "resume", str(old)]) == 4
+    assert "is already continued by 20261128-185230" in capsys.readouterr().err.replace("\n", " ")
