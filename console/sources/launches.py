@@ -10,9 +10,10 @@ import calendar
 import contextlib
 import functools
 import itertools
+import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -169,7 +170,7 @@ def launches_and_bare_runs(root: Path = ROOT) -> list[Path]:
 
     Launches are sorted by their creation time, runs by the last change of their directory.
     """
-    found = list(_directories(root))
+    found = _directories(root)
     dated = [(each.created_ts, each.path) for each in _known_in(found)]
     return [path for _, path in sorted([*dated, *_bare(found)], reverse=True)]
 
@@ -183,9 +184,9 @@ def _bare(directories: Iterable[tuple[Path, list[str]]]) -> list[tuple[float, Pa
     """Returns the time of the last change and the path of each run without a launch."""
     found: dict[tuple[int, int], tuple[float, Path]] = {}
     for path, names in directories:
-        if rundir.PLAN not in names and _has_run(names) and not path.is_symlink():
+        if rundir.PLAN not in names and _has_run(names):
             with contextlib.suppress(OSError):
-                status = path.lstat()
+                status = path.stat()
                 found.setdefault((status.st_dev, status.st_ino), (status.st_mtime, path))
     return list(found.values())
 
@@ -194,7 +195,7 @@ def _known_in(directories: Iterable[tuple[Path, list[str]]]) -> list[KnownLaunch
     """Returns the launches by creation time, newest first; links cause no duplicates."""
     found: dict[tuple[int, int], KnownLaunch] = {}
     for path, names in directories:
-        if rundir.PLAN not in names or path.is_symlink():
+        if rundir.PLAN not in names:
             continue
         try:
             status = path.stat()
@@ -204,17 +205,18 @@ def _known_in(directories: Iterable[tuple[Path, list[str]]]) -> list[KnownLaunch
     return sorted(found.values(), key=lambda each: (each.created_ts, each.path.name), reverse=True)
 
 
-def _directories(root: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Yields the paths in `root`, and those one level below; in a launch, only other launches.
+def _directories(root: Path) -> list[tuple[Path, list[str]]]:
+    """Returns the paths in `root`, and those one level below; in a launch, only other launches.
 
     With `--run-dir ROOT/PLAN`, a launch has the directory in which later launches of the plan are
-    made. Each path comes with the names in it ([] for a file); links in `root` come last.
+    made. Each path comes with the names in it ([] for a file); links come last.
     """
-    for top in sorted((root / name for name in _names(root)), key=Path.is_symlink):
+    found = list[tuple[Path, list[str]]]()
+    for top in sorted((root / name for name in _names(root)), key=os.path.islink):
         names = _names(top)
-        yield top, names
         inside = filter(STAMP.fullmatch, names) if rundir.PLAN in names else names
-        yield from ((top / name, _names(top / name)) for name in inside)
+        found += [(top, names), *((top / name, _names(top / name)) for name in inside)]
+    return sorted(found, key=lambda each: os.path.islink(each[0]))
 
 
 def find(name: str, root: Path = ROOT, act: bool = False) -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from console import actions, cli
+from console import actions, cli, rest_of_launch
 from console.sources import launches
 from console.sources.run import RunSource
 from console.tui import feed
@@ -165,6 +165,24 @@ def test_the_latest_is_the_newest_by_creation_whatever_its_name(tmp_path, capsys
         assert launches.find("latest", tmp_path, act) == new
     assert cli.main(["--root", str(tmp_path), "runs", "--json"]) == 0
     assert [row["id"] for row in json.loads(capsys.readouterr().out)] == ["new", "old"]
+
+
+def test_a_launch_that_was_moved_out_of_the_root_is_found_by_the_link_to_it(tmp_path):
+    """A link to a launch that is in the root too adds nothing, whatever its name."""
+    root, away = tmp_path / "root", tmp_path / "away"
+    old = made(root / "toy" / "20261121-060500", "toy-20261121-060500", NOW - 9)
+    new = made(root / "toy" / "20261121-060600", "toy-20261121-060600", NOW - 5)
+    by_hand = directory.run(root / "toy" / "mine")
+    directory.change(new / rundir.PLAN, continues={str(old): launches.launch_id(old)})
+    (old.parent / "1st").symlink_to(old)
+    for path in (new, by_hand):
+        away.mkdir(exist_ok=True)
+        path.rename(away / path.name)
+        path.symlink_to(away / path.name)
+    assert launches.launches(root) == [new, old]
+    assert launches.bare_runs(root) == [by_hand]
+    assert {launches.find(name, root) for name in ("latest", "toy-20261121-060600")} == {new}
+    assert rest_of_launch.continuation(old, root) == new
 
 
 @pytest.mark.decision("target-latest", "lie")
