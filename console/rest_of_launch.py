@@ -139,13 +139,17 @@ def _has_checkpoint(run: Path) -> bool:
 def continues(options: LaunchOptions, phases: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """Returns the launches that a new launch continues, as {directory: id}.
 
-    A launch continues the launch that it resumes, and each launch whose checkpoint one of its
-    phases loads. `phases` has a preview of each run.json.
+    A launch continues the launch that it resumes, each launch whose checkpoint one of its phases
+    loads, and the launches that those continue. `phases` has a preview of each run.json.
     """
     settings = (each["settings"].get(gate_check.RESUME, {}) for each in phases)
     named = (options.resume, *(each.get("value") for each in settings))
-    tops = (launches.launch_of(Path(path)) for path in named if path)
-    return {os.path.realpath(top): launches.launch_id(top) for top in tops if top}
+    tops = [top for path in named if path and (top := launches.launch_of(Path(path)))]
+    found = {os.path.realpath(top): launches.launch_id(top) for top in tops}
+    for top in tops:
+        former = jsonl.mapping(rundir.read_json(top / rundir.PLAN) or {}, "continues")
+        found |= {path: jsonl.text(former, path) for path in former}
+    return found
 
 
 def continuation(path: Path, root: Path) -> Path | None:
@@ -155,14 +159,26 @@ def continuation(path: Path, root: Path) -> Path | None:
     launches in its plan.json, and also the launches that those continue.
     """
     top, newest = launches.launch_of(path) or path, None
-    chain = {os.path.realpath(top)}
+    chain = _marks(str(top), launches.launch_id(top))
     roots = {os.path.realpath(each) for each in (root, launches.root_of(top))}
     for each in reversed(launches.launches(*map(Path, roots))):
         stored = rundir.read_json(each / rundir.PLAN) or {}
-        if not chain.isdisjoint(jsonl.mapping(stored, "continues")):
-            chain.add(os.path.realpath(each))
+        continues = jsonl.mapping(stored, "continues")
+        if any(chain & _marks(former, jsonl.text(continues, former)) for former in continues):
+            chain |= _marks(str(each), launches.launch_id(each))
             newest = each
     return newest
+
+
+def _marks(path: str, name: str) -> set[object]:
+    """Returns what identifies a launch: its real path, and its id with the last two names in it.
+
+    The id and the names remain if the root is moved. Names other than a time are not unique.
+    """
+    with contextlib.suppress(ValueError):  # a document may contain a path that is not valid
+        path = os.path.realpath(path)
+    place = Path(path).parts[-2:]
+    return {path, (name, *place)} if launches.STAMP.fullmatch(place[-1]) else {path}
 
 
 def continued_words(path: Path, root: Path, with_state: bool = True) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -128,3 +129,37 @@ def test_launches_in_the_directory_of_an_earlier_launch_of_the_plan_are_found(tm
     assert launches.find("latest", root) == new
     assert cli.main(["--root", str(root), "resume", str(old)]) == 4
     assert "is already continued by 20261128-185230" in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize("link", [True, False])
+def test_a_launch_that_was_resumed_is_not_resumed_again_after_the_root_was_moved(
+    tmp_path, capsys, link
+):
+    """Without a link, the id and the last two names in the path identify the old launch."""
+    old, big = ended(tmp_path), tmp_path / "big"
+    root = old.parents[1]
+    continued(root, old / "0-sanity", "one", 1.7e9)
+    directory.change(root / "cpu_smoke" / "one" / rundir.PLAN,
+                     continues={"\0": 5, str(old): launches.launch_id(old)})  # fmt: skip
+    root.rename(big)
+    if link:
+        root.symlink_to(big)
+    new_path = old if link else big / "cpu_smoke" / old.name
+    assert rest_of_launch.continued_words(new_path, big, False).endswith("continued by one")
+    if link:
+        assert cli.main(["--root", str(root), "resume", str(old)]) == 4
+        assert "is already continued by one" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_a_launch_is_continued_by_the_last_of_a_chain_whose_middle_was_removed(tmp_path):
+    old = ended(tmp_path)
+    root, middle = old.parents[1], ended(tmp_path / "other")
+    ids = [launches.launch_id(each) for each in (old, middle)]
+    directory.change(middle / rundir.PLAN, continues={str(old): ids[0]})
+    options = LaunchOptions(resume=middle, root=root)
+    found = rest_of_launch.continues(options, [])
+    assert found == {str(middle): ids[1], str(old): ids[0]}
+    last = continued(root, middle / "0-sanity", "last", 1.7e9)
+    directory.change(last / rundir.PLAN, continues=found)
+    shutil.rmtree(middle)
+    assert rest_of_launch.continuation(old, root) == last
