@@ -174,13 +174,14 @@ TABLE: tuple[Decision, ...] = (
              "The confidence is at most medium, and the sign that names another rank is shown."),
     Decision("target-id", "target", "find the run that an id names",
              ("Exactly one plan.json contains the id. If none does, exactly one contains a longer "
-              "id that begins with it.",
+              "id that begins with it. A copy does not count if its launch is below the same root.",
               "The run has recorded the directory in which it was found."),
              "The action is rejected; the operator must name the directory.",
              "The action is rejected, and the message says how the sources differ."),
     Decision("target-latest", "target", "find the run that `latest` names, for an action",
              ("The creation time in plan.json is later than that of all other launches.",
-              "No other plan.json has a later modification time."),
+              "No other plan.json has a later modification time. A copy does not count if its "
+              "launch is below the same root."),
              "If a creation time is missing or not valid, the time in the name of the directory "
              "replaces it. If the name contains no time, the modification time does.",
              "The action is rejected, and the message names both launches."),

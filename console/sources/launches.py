@@ -13,6 +13,7 @@ import itertools
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -219,6 +220,15 @@ def _directories(root: Path) -> list[tuple[Path, list[str]]]:
     return sorted(found, key=lambda each: os.path.islink(each[0]))
 
 
+def _without_copies(known: Sequence[KnownLaunch]) -> list[KnownLaunch]:
+    """Returns the launches without the copies of a launch that is among them and in its place."""
+    counts = Counter((each.id, each.created_ts) for each in known)
+    moved = {each for each in known if counts[each.id, each.created_ts] > 1
+             and any(map(why_not_in_place, run_directories(each.path)))}  # fmt: skip
+    placed = {(each.id, each.created_ts) for each in known if each not in moved}
+    return [each for each in known if each not in moved or (each.id, each.created_ts) not in placed]
+
+
 def find(name: str, root: Path = ROOT, act: bool = False) -> Path:
     """Returns the launch or run with this name.
 
@@ -232,7 +242,7 @@ def find(name: str, root: Path = ROOT, act: bool = False) -> Path:
     there = path.is_dir()
     if there and (is_launch(path) or is_run(path)):
         return path
-    known = _known_in(_directories(root))
+    known = _without_copies(_known_in(_directories(root)))
     if name == "latest":
         return _latest(known, root, act)
     wanted, _, phase = name.partition("/")

@@ -167,6 +167,17 @@ def test_the_latest_is_the_newest_by_creation_whatever_its_name(tmp_path, capsys
     assert [row["id"] for row in json.loads(capsys.readouterr().out)] == ["new", "old"]
 
 
+def test_a_copy_of_a_launch_beside_it_changes_no_id_and_no_latest(tmp_path):
+    path = made(tmp_path / "toy" / "20261121-060500", "toy-20261121-060500", NOW - 9)
+    copy = Path(shutil.copytree(path, path.with_name(f"{path.name}.bak")))
+    for name in ("latest", "toy-20261121-060500", "toy", "toy-20261121-060500/0"):
+        for act in (False, True):
+            assert path in (found := launches.find(name, tmp_path, act), found.parent)
+    assert set(launches.launches(tmp_path)) == {path, copy}, "it is listed"
+    shutil.rmtree(path)
+    assert launches.find("latest", tmp_path) == copy
+
+
 def test_a_launch_that_was_moved_out_of_the_root_is_found_by_the_link_to_it(tmp_path):
     """A link to a launch that is in the root too adds nothing, whatever its name."""
     root, away = tmp_path / "root", tmp_path / "away"
