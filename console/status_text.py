@@ -172,12 +172,20 @@ def launch_exit_code(launch: LaunchState) -> int:
     return EXIT_CODES["halted"] if launch.ended_by else NOT_GOOD
 
 
-def outcome(state: RunState) -> tuple[str, str]:
-    """Returns a word and a sentence on a no go, else on a bad end of a launch, else on the run."""
-    launch = state.launch
+def outcome(state: RunState, whole: bool = True) -> tuple[str, str]:
+    """Returns a word and a sentence on a no go, else on a launch with `whole`, else on the run.
+
+    The launch counts if it ended badly. It also counts if the run has completed and the next phase
+    waits for an operator or has no supervisor.
+    """
+    launch = state.launch if whole else None
     code = launch_exit_code(launch) if launch and launch.state == "ended" else 0
     if no_go(state):
         return "gate unknown", no_go(state)
+    left = f"; not started: {launch.not_started}" if launch and launch.not_started else ""
+    is_blocked = left and state.state == "completed"
+    if launch and is_blocked and launch.state in ("waiting", "unsupervised"):
+        return launch.state, launch.why + left
     if launch is None or code == 0:
         return state.state, state.why
     results = {phase.result for phase in launch.phases}
@@ -187,8 +195,7 @@ def outcome(state: RunState) -> tuple[str, str]:
     gates = "gate failed" if failed else "gate unknown" if "unknown" in results else "incomplete"
     words = {NOT_GOOD: gates, EXIT_CODES["halted"]: "halted"}
     word = words.get(code, state.state) if state.state == "completed" else state.state
-    left = launch.not_started
-    return word, launch.why + (f"; not started: {left}" if left else "")
+    return word, launch.why + left
 
 
 def with_word(word: str, why: str) -> str:

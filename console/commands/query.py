@@ -243,9 +243,10 @@ def _no_go(state: RunState, whole: bool) -> str:
     """Returns the text of the alert `NO_GO`, or else "no go" with the reasons."""
     if text := status_text.no_go(state):
         return text
-    word, why = status_text.outcome(state) if whole else (state.state, state.why)
+    word, why = status_text.outcome(state, whole)
     name = state.launch.id if whole and state.launch and word != state.state else state.id
-    missed = status_text.not_passed(state.gates) if word == state.state == "completed" else ""
+    names_no_gate = state.state == "completed" and word in ("completed", "waiting", "unsupervised")
+    missed = status_text.not_passed(state.gates) if names_no_gate else ""
     doubt = state.launch.doubt if state.launch else ""
     doubt = "" if doubt in why else doubt
     reasons = filter(None, (status_text.with_word(word, why), missed, doubt))

@@ -151,7 +151,7 @@ def _head(
     path: Path, source: RunSource, state: RunState, phases: Sequence[Phase]
 ) -> Iterator[str]:  # fmt: skip
     launch = state.launch if source.is_launch else None
-    word, why = status_text.outcome(state)
+    word, why = status_text.outcome(state, source.is_launch)
     result = "no go" if status_text.exit_code(state, source.is_launch) else "go"
     over = status_text.is_over(state, source.is_launch)
     result = result if over else "no go yet: the run has not ended"

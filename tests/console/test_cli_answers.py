@@ -125,6 +125,36 @@ def test_the_end_of_a_launch_is_the_same_wherever_it_is_asked_for(
     assert said(capsys, "status", launch / "0-first")[0] == (1 if gate == "fail" else 0)
 
 
+@pytest.mark.parametrize(
+    ("owner", "word", "why", "code", "end"),
+    [
+        ({}, "waiting", "waits for proceed", 0, "go so far; not started: second"),
+        (directory.DEAD, "unsupervised", "no supervisor is running; no further phase starts", 5,
+         "no go; toy-20261121-030000: unsupervised: no supervisor is running; no further phase "
+         "starts; not started: second"),
+    ],
+)  # fmt: skip
+def test_a_launch_with_a_phase_left_is_not_completed_before_its_end(
+    launch, capsys, owner, word, why, code, end
+):
+    run = directory.completed(launch / "0-first", {}, [])
+    directory.change(run / rundir.SUPERVISOR, workers=[])
+    phases = [{"name": "first", "state": "completed", "result": "pass", "dir": "0-first"},
+              {"name": "second", "state": "next", "dir": "1-second"}]  # fmt: skip
+    told = {"state": "waiting", "why": "waits for proceed", "phases": phases}
+    directory.change(launch / rundir.PLAN_STATE, **told)
+    directory.told(launch, "", **owner)
+    (row,) = json.loads(said(capsys, "--root", launch.parents[1], "runs", "--json")[1])
+    assert (row["state"], row["why"]) == (word, f"{why}; not started: second")
+    head = f"toy-20261121-030000  {word.upper()}  {why}; not started: second\n"
+    assert said(capsys, "status", launch)[1].startswith(head)
+    assert (found := said(capsys, "check", launch))[0] == code, found
+    assert found[1].splitlines()[-1] == end
+    assert f"{word}. {why}; not started: second" in said(capsys, "report", launch)[1]
+    for words, text in (("status", "toy/0-first  COMPLETED"), ("report", "**go**: completed. ")):
+        assert text in said(capsys, words, launch / "0-first")[1]
+
+
 def test_a_broken_plan_hides_no_other(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "configs" / "plans"
     folder.mkdir(parents=True)
