@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from console import access, status_text
 from console.model import Gate, RunState
-from console.plans import gates
+from console.plans import gates, report
 from console.sources import launch_documents
 from console.sources.run import RunSource
 from console.sources.summary import Summary
@@ -144,10 +144,22 @@ def _apply(launch: Path, args: Mapping[str, Any], by: str) -> str:
     left = status_text.not_passed(now) or "the phase has passed"
     if entry["result"] == "pass" and entry is not jsonl.entries(plan_state, "phases")[-1]:
         left += ", and resume starts the next one"
+    left += _update_report(launch)
     answer = f"{text}; {left}"
     _append(launch, event_record(1, "answer", answer, request=name, action="override", ok=True,
                                  detail=[], asked_by=by))  # fmt: skip
     return name
+
+
+def _update_report(launch: Path) -> str:
+    """Writes the report of the launch again, if there is one; returns why this failed, or ""."""
+    output = launch / report.NAME
+    try:
+        for files in report.versions(launch, output) if output.exists() else ():
+            report.save(files)
+    except OSError as error:
+        return f"; {output} is not updated: {error.strerror}"
+    return ""
 
 
 def _append(folder: Path, event: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ from console import actions
 from console.actions import LaunchOptions
 from console.cli import main
 from console.commands import table
+from console.plans import report
 from console.supervisor import overrides
 from tests.console.sources import directory
 from tests.launches import HANG_GUARD_S, STUB, phase
@@ -118,5 +119,21 @@ def test_the_answer_promises_a_next_phase_only_if_one_is_left(tmp_path, phase_na
     launch = ended(tmp_path)
     (launch / rundir.LOCK).touch()
     answer = given(launch, phase=phase_name, gate="steps_done")["text"]
+    assert not (launch / report.NAME).exists(), "the launch had no report"
     assert "the phase has passed" in answer
     assert ("resume starts the next one" in answer) is not is_last
+
+
+def test_the_report_in_the_directory_of_an_ended_launch_has_a_later_override(tmp_path):
+    launch = ended(tmp_path)
+    (launch / rundir.LOCK).touch()
+    (launch / report.NAME).mkdir()
+    answer = given(launch, phase="first", gate="steps_done")["text"]
+    assert answer.endswith(f"; {launch / report.NAME} is not updated: Is a directory")
+    (launch / report.NAME).rmdir()
+    (launch / report.NAME).write_text("**no go**")
+    answer = given(launch, phase="second", gate="steps_done", reason="It is early.")["text"]
+    assert answer.endswith("the phase has passed")
+    written = (launch / report.NAME).read_text()
+    assert written.startswith("# Report of toy-")
+    assert "It is early. (ann@host, 2" in written
