@@ -107,7 +107,7 @@ def test_no_reader_believes_the_processes_of_a_copy_or_of_a_moved_directory(tmp_
     state = RunSource(there).poll()
     assert [(alert.text, alert.key) for alert in state.alerts] == [(state.why, "")]
     assert feed.find_live([there]) is None
-    assert next(entry.text for entry in chooser.entries(there.parent)) == "unsupervised"
+    assert next(entry.text for entry in chooser.entries(there.parent)[0]) == "unsupervised"
     directory.change(there / "0-first" / rundir.SUPERVISOR, state="completed", why="all done")
     assert RunSource(there / "0-first").poll().state == "completed", "a recorded end is believed"
 

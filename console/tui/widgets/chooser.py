@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from console.model import EXIT_CODES
+from console.sources.process import program
 from console.status_text import gates_text, launch_exit_code
 from console.tui import format as fmt
 from console.tui.background import run_in_background
@@ -35,18 +36,23 @@ class Entry:
         return *columns([(self.kind, 9, "dim"), (self.name, 34, "strong")]), (f" {self.text}", "")
 
 
-def entries(root: Path) -> list[Entry]:
-    """Returns the newest launches, the newest runs without a launch, and the valid plans."""
-    from console.plans import catalog
-    from console.sources import launches
+def entries(root: Path) -> tuple[list[Entry], int]:
+    """Returns two values: launches, runs without a launch and valid plans; the number left out.
 
-    found = [_of_launch(path, launches.launch_id(path)) for path in
-             launches.launches(root)[:MOST_RUNS]]  # fmt: skip
+    The newest launches and runs are listed, and older launches whose lock a process holds.
+    """
+    from console.plans import catalog
+    from console.sources import launches, liveness
+
+    known, by_hand = launches.launches(root), launches.bare_runs(root)
+    listed = [*known[:MOST_RUNS], *filter(liveness.is_locked, known[MOST_RUNS:])]
+    found = [_of_launch(path, launches.launch_id(path)) for path in listed]
     found += [Entry("by hand", path.name, f"in {path.parent}", path)
-              for path in launches.bare_runs(root)[:MOST_RUNS]]  # fmt: skip
+              for path in by_hand[:MOST_RUNS]]  # fmt: skip
+    left = len(known) + len(by_hand) - len(found)
     for plan in catalog.plans()[0]:
         found.append(Entry("plan", plan.name, ", ".join(phase.name for phase in plan.phases)))
-    return found
+    return found, left
 
 
 def _of_launch(path: Path, name: str) -> Entry:
@@ -83,9 +89,10 @@ class Chooser(Reader):
         super().on_mount()
         run_in_background(app, "list of runs", lambda: entries(self._root), self._fill)
 
-    def _fill(self, found: list[Entry]) -> None:
-        self._entries = found
-        self.list.fill(self._rows(), HINT)
+    def _fill(self, found: tuple[list[Entry], int]) -> None:
+        self._entries, left = found
+        older = f"; {left:,} older: {program()} runs" if left else ""
+        self.list.fill(self._rows(), f"{HINT}{older}")
 
     def _rows(self, _width: int = 0) -> list[Row]:
         return [entry.row() for entry in self._entries]

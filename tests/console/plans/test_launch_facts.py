@@ -45,7 +45,7 @@ def test_a_foreign_program_has_no_facts():
 def test_launches_runs_by_hand_and_plans_can_be_chosen(tmp_path):
     rundir.write_json(_made(tmp_path / "mine") / rundir.RUN, {"v": 1})
     rundir.write_json(_made(tmp_path / "cpu_smoke" / "20261120-031500") / rundir.PLAN, {"v": 1})
-    found = {(entry.kind, entry.name) for entry in entries(tmp_path)}
+    found = {(entry.kind, entry.name) for entry in entries(tmp_path)[0]}
     assert {("by hand", "mine"), ("launch", "cpu_smoke-20261120-031500"),
             ("plan", "cpu_smoke")} <= found  # fmt: skip
 

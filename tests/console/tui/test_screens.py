@@ -14,6 +14,7 @@ from console.model import Alert, PendingFlag
 from console.tui import feed
 from console.tui.feed import find_newest
 from console.tui.rows import text_of
+from console.tui.widgets import chooser
 from console.tui.widgets.lines import Lines
 from console.tui.widgets.ranks import rank_rows
 from tests.console.sources import directory
@@ -134,7 +135,7 @@ def test_the_newest_launch_is_opened_when_none_lives(tmp_path):
     assert find_newest(tmp_path) == path
 
 
-def test_a_live_launch_is_opened_behind_many_newer_ones_that_have_ended(tmp_path):
+def test_a_live_launch_is_opened_and_listed_behind_many_newer_ones_that_have_ended(tmp_path):
     stamps = [f"20261121-03{number // 60:02}{number % 60:02}" for number in range(feed.RECENT + 2)]
     oldest, *others = [directory.launch(tmp_path, stamp=stamp) for stamp in stamps]
     for path in others:
@@ -146,7 +147,14 @@ def test_a_live_launch_is_opened_behind_many_newer_ones_that_have_ended(tmp_path
     with (oldest / rundir.LOCK).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert find_newest(tmp_path) == oldest
+        found, left = chooser.entries(tmp_path)
+        listed = [*reversed(others[-chooser.MOST_RUNS :]), oldest]
+        assert [each.path for each in found if each.kind == "launch"] == listed
     assert find_newest(tmp_path) == others[-1]
+    overlay = chooser.Chooser(tmp_path, print)
+    overlay._fill((found, left))
+    assert left == len(others) - chooser.MOST_RUNS
+    assert overlay.list.note == f"{chooser.HINT}; {left} older: nsa-console runs"
 
 
 async def test_no_run_opens_on_the_plan_with_its_checks(tmp_path):
