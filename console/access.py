@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-from trainers.contract.errors import RefusedError
+from trainers.contract.errors import NotFoundError, RefusedError
 from trainers.contract.rundir import check_owner
 
 
@@ -22,6 +22,16 @@ def check_working_directory() -> None:
         Path.cwd()
     except OSError:
         raise RefusedError("the working directory does not exist: cd to one that exists") from None
+
+
+def check_listable(root: Path) -> None:
+    """Raises NotFoundError if `root` exists and cannot be listed; it would look empty."""
+    try:
+        os.scandir(root).close()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise NotFoundError(f"cannot list the launches in {root}: {error.strerror}") from error
 
 
 def check_ours(path: Path) -> None:

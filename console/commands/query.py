@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from console import status_text
+from console import access, status_text
 from console.commands.output import (
     Changes,
     print_error,
@@ -41,6 +41,7 @@ def source(options: argparse.Namespace) -> RunSource:
 
 def runs(options: argparse.Namespace) -> int:
     """Lists the newest launches and runs without a launch, at most `--limit`, newest first."""
+    access.check_listable(options.root)
     if options.root != launches.ROOT and not options.root.is_dir():
         raise NotFoundError(f"there is no directory {options.root}, so there are no launches")
     rows, lines = [], [("launch", "phase", "state", "step", "why")]
@@ -81,7 +82,8 @@ def resume_lines(state: RunState, root: Path) -> list[str]:
     """Returns the lines on how an ended or unsupervised launch can continue, if any.
 
     If another launch already continues it, the line names this launch. Otherwise each line has a
-    command that resumes an ended launch, starts its phase again or accepts a gate.
+    command that resumes an ended launch, starts its phase again or accepts a gate. For a copied or
+    moved launch, the line says why there is no command.
     """
     launch, own = state.launch, state.own_phase
     if launch is None or own is None or launch.state not in ("ended", "unsupervised"):
@@ -92,12 +94,17 @@ def resume_lines(state: RunState, root: Path) -> list[str]:
         return [text]
     if launch.state == "unsupervised":
         return []
+    path = Path(launch.path)
+    path = path.resolve() if path.is_symlink() else path  # an action on a link is rejected
     if state.can_resume or state.state in ENDED_EARLY:
         how = "resume" if state.can_resume else f"start {own.sweep or own.name} again"
-        return [f"to {how}, run: {command('resume', launch.path)}"]
-    gates = [each.name for each in state.gates if each.blocks and state.state == "completed"]
-    words = ("override", launch.path, "--phase", own.name, "--reason", "TEXT", "--gate")
-    return [f"to accept this result, run: {command(*words, name)}" for name in gates]
+        found = [f"to {how}, run: {command('resume', path)}"]
+    else:
+        gates = [each.name for each in state.gates if each.blocks and state.state == "completed"]
+        words = ("override", path, "--phase", own.name, "--reason", "TEXT", "--gate")
+        found = [f"to accept this result, run: {command(*words, name)}" for name in gates]
+    moved = next(filter(None, map(launches.why_not_in_place, launches.run_directories(path))), "")
+    return [f"it cannot continue from here: {moved}"] if moved and found else found
 
 
 def follow(run: RunSource, options: argparse.Namespace, until_waiting: bool = False) -> int:

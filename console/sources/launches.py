@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from console import access
 from console.sources.process import command, program
 from console.sources.sanitize import clean
 from trainers.contract import environ, jsonl, rundir
@@ -217,7 +218,7 @@ def _directories(root: Path) -> list[tuple[Path, list[str]]]:
         names = _names(top)
         inside = filter(STAMP.fullmatch, names) if rundir.PLAN in names else names
         found += [(top, names), *((top / name, _names(top / name)) for name in inside)]
-    return sorted(found, key=lambda each: os.path.islink(each[0]))
+    return sorted(found, key=lambda each: bool(each[1]) and each[0].is_symlink())
 
 
 def _without_copies(known: Sequence[KnownLaunch]) -> list[KnownLaunch]:
@@ -232,16 +233,17 @@ def _without_copies(known: Sequence[KnownLaunch]) -> list[KnownLaunch]:
 def find(name: str, root: Path = ROOT, act: bool = False) -> Path:
     """Returns the launch or run with this name.
 
-    `name` is a directory, `latest` or an id. An id is `<launch>`, `<launch>/<n>`,
+    `name` is `latest`, a directory or an id. An id is `<launch>`, `<launch>/<n>`,
     `<launch>/<phase>` or `<launch>/<n>-<phase>`. A unique prefix of `<launch>` is enough. Raises
     NotFoundError if nothing matches, and UsageError if several launches match. For an action
     (`act`), `check_in_place` checks the launch of an id or of `latest`. RefusedError is also raised
     if another launch may be the latest.
     """
     path = Path(name)
-    there = path.is_dir()
+    there = name != "latest" and path.is_dir()
     if there and (is_launch(path) or is_run(path)):
         return path
+    access.check_listable(root)
     known = _without_copies(_known_in(_directories(root)))
     if name == "latest":
         return _latest(known, root, act)

@@ -188,6 +188,15 @@ def test_runs_of_a_folder_that_is_not_there_are_not_none(tmp_path, capsys):
     assert (code, f"there is no directory {tmp_path / 'nowhere'}" in err) == (3, True)
 
 
+@pytest.mark.parametrize("words", ["runs --json", "status latest", "halt latest", "status toy"])
+def test_a_root_that_cannot_be_listed_is_not_empty(tmp_path, capsys, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "artifacts").symlink_to("artifacts")
+    code, _, err = said(capsys, *words.split())
+    text = "cannot list the launches in artifacts: Too many levels of symbolic links"
+    assert (code, text in err) == (3, True), err
+
+
 def test_the_list_names_runs_by_hand_among_the_launches(launch, capsys):
     directory.run(launch / "0-first")
     root = launch.parents[1]

@@ -163,3 +163,17 @@ def test_a_launch_is_continued_by_the_last_of_a_chain_whose_middle_was_removed(t
     directory.change(last / rundir.PLAN, continues=found)
     shutil.rmtree(middle)
     assert rest_of_launch.continuation(old, root) == last
+
+
+def test_the_status_of_an_ended_launch_names_no_command_that_is_always_rejected(tmp_path, capsys):
+    old = ended(tmp_path)
+    moved = old.rename(old.with_name("good-run"))
+    assert cli.main(["resume", str(moved)]) == 4
+    capsys.readouterr()
+    cli.main(["status", str(moved)])
+    found = capsys.readouterr().out
+    assert "to resume, run" not in found
+    assert f"  it cannot continue from here: {moved} is a copy or was moved: its records" in found
+    old.symlink_to(moved)
+    cli.main(["status", str(old)])
+    assert f"to resume, run: nsa-console resume {moved}\n" in capsys.readouterr().out

@@ -149,8 +149,11 @@ def test_a_directory_here_comes_before_an_id_and_a_folder_that_is_no_run_is_no_n
     monkeypatch.chdir(here.parent)
     assert launches.find("exp", there.parent, act=True) == Path("exp")
     (tmp_path / "here" / "other").mkdir()
-    second = made(tmp_path / "root" / "other")
+    second = made(tmp_path / "root" / "other", created=time.time() + 60)
     assert launches.find("other", there.parent) == second
+    Path("latest").symlink_to(here)
+    assert launches.find("latest", there.parent) == second
+    assert launches.find("./latest", there.parent) == Path("latest")
 
 
 # --- target-latest ----------------------------------------------------------------------------
