@@ -144,22 +144,22 @@ def _apply(launch: Path, args: Mapping[str, Any], by: str) -> str:
     left = status_text.not_passed(now) or "the phase has passed"
     if entry["result"] == "pass" and entry is not jsonl.entries(plan_state, "phases")[-1]:
         left += ", and resume starts the next one"
-    left += _update_report(launch)
     answer = f"{text}; {left}"
     _append(launch, event_record(1, "answer", answer, request=name, action="override", ok=True,
                                  detail=[], asked_by=by))  # fmt: skip
+    _update_report(launch)
     return name
 
 
-def _update_report(launch: Path) -> str:
-    """Writes the report of the launch again, if there is one; returns why this failed, or ""."""
+def _update_report(launch: Path) -> None:
+    """Writes the report of the launch again, if there is one; a failure is a note."""
     output = launch / report.NAME
     try:
         for files in report.versions(launch, output) if output.exists() else ():
             report.save(files)
     except OSError as error:
-        return f"; {output} is not updated: {error.strerror}"
-    return ""
+        why = f"the override is recorded, but {output} is not updated: {error.strerror}"
+        _append(launch, event_record(1, "note", why, "warn"))
 
 
 def _append(folder: Path, event: Mapping[str, Any]) -> None:

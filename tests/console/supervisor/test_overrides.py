@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 import pytest
@@ -128,8 +129,10 @@ def test_the_report_in_the_directory_of_an_ended_launch_has_a_later_override(tmp
     launch = ended(tmp_path)
     (launch / rundir.LOCK).touch()
     (launch / report.NAME).mkdir()
-    answer = given(launch, phase="first", gate="steps_done")["text"]
-    assert answer.endswith(f"; {launch / report.NAME} is not updated: Is a directory")
+    given(launch, phase="first", gate="steps_done")
+    *_, answer, note = map(json.loads, (launch / rundir.EVENTS).read_text().splitlines())
+    assert (answer["kind"], answer["ok"]) == ("answer", True)
+    assert note["text"].endswith(f"but {launch / report.NAME} is not updated: Is a directory")
     (launch / report.NAME).rmdir()
     (launch / report.NAME).write_text("**no go**")
     answer = given(launch, phase="second", gate="steps_done", reason="It is early.")["text"]
