@@ -211,17 +211,22 @@ def test_a_phase_is_behind_where_its_run_and_its_records_say_that_it_passed(tmp_
         gate_check.check_former(tmp_path, plan, {"phase": 0, "state": "waiting"})
 
 
-def test_an_end_of_the_plan_that_only_the_document_says_is_in_a_note(launch):
+def test_an_end_of_the_plan_that_only_the_document_says_is_in_a_note_and_starts_no_torchrun(launch):
     change(launch / rundir.PLAN_STATE, ended_by="stop requested by x")
     expected = (
         "stop requested by x, according to plan_state.json; no further attempt or phase starts"
     )
     assert read_launch(launch)[1] == [expected]
+    change(launch / "0-one" / rundir.SUPERVISOR, state="starting")
+    given = owners.absent(), launch / "0-one", launch_spec.load(launch), 0
+    assert not cross_check.read_run(*given, is_last=True).is_unstarted
+    assert cross_check.read_run(*given, is_last=False).is_unstarted
 
 
-def test_a_copy_in_plan_state_must_not_differ(launch):
-    change(launch / rundir.PLAN_STATE, between="ask")
-    with pytest.raises(RefusedError, match="differ in between"):
+@pytest.mark.parametrize(("name", "other"), [("between", "ask"), ("phases", [{"name": "other"}])])
+def test_a_copy_in_plan_state_must_not_differ(launch, name, other):
+    change(launch / rundir.PLAN_STATE, **{name: other})
+    with pytest.raises(RefusedError, match=f"differ in {name}"):
         read_launch(launch)
 
 

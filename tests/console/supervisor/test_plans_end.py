@@ -141,6 +141,17 @@ def test_a_request_after_an_attempt_or_in_its_restart_says_what_follows(stage, s
     assert Attempt.end(cast(Attempt, attempt), "halt", "x") == words
 
 
+def test_a_kill_is_sent_while_a_stop_is_in_progress():
+    sent = list[str]()
+    attempt = SimpleNamespace(
+        stage="run", known=Facts(requested="stop", by="x"), _grace_s=1.0, _learn=lambda **_: None,
+        _run=SimpleNamespace(publish=lambda: None),
+        tree=SimpleNamespace(kill=lambda: sent.append("KILL")),
+    )  # fmt: skip
+    assert Attempt.end(cast(Attempt, attempt), "kill", "y").startswith("KILL is sent")
+    assert sent == ["KILL"]
+
+
 @pytest.mark.parametrize("action", ["dump", "checkpoint"])
 def test_a_request_before_the_ranks_exist_says_so(action):
     starting = SimpleNamespace(

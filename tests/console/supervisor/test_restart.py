@@ -215,6 +215,8 @@ def test_a_stop_before_or_after_the_processes_starts_no_attempt(begin, tmp_path,
     started.wait_end()
     assert started.state()["attempt"] == 1
     assert answer in [event["text"] for event in started.events(0)]
+    is_begun = "torchrun started as pid" in str(started.events(0))
+    assert is_begun == (method == "_read_rest")
 
 
 @pytest.mark.parametrize(

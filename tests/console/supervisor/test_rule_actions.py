@@ -17,15 +17,19 @@ from tests.launches import STUB, phase
 
 @pytest.mark.parametrize(
     ("end", "executed"),
-    [("", ["restart"]), ("collect", []), ("over", []), ("next", []), ("halt", []), (".HALT", [])],
-)
-def test_an_action_needs_the_processes_of_its_attempt_and_a_restart_no_halt(end, executed):
-    """The ranks may end, or a halt may begin, while their stacks are dumped."""
+    [("", ["restart"]), ("collect", []), ("over", []), ("next", []), ("halt", []), (".HALT", []),
+     ("cleared", [])],
+)  # fmt: skip
+def test_an_action_needs_its_alert_and_the_processes_of_its_attempt_and_a_restart_no_halt(
+    end, executed
+):
+    """The alert or the ranks may end, or a halt may begin, while the stacks are dumped."""
     ended: list[str] = []
     change = SimpleNamespace(rule=SimpleNamespace(name="stall"), action="restart")
     monitor = SimpleNamespace(
-        pop_dump_wanted=frozenset, pop_actions=lambda: [change], is_raised=lambda _: True
-    )
+        pop_dump_wanted=frozenset, pop_actions=lambda: [change],
+        is_raised=lambda _: end != "cleared",
+    )  # fmt: skip
     tree = SimpleNamespace(handles=dict)
     known = Facts(halt_file=end == ".HALT")
     attempt = SimpleNamespace(stage="run", monitor=monitor, tree=tree, known=known)
