@@ -110,6 +110,8 @@ FIGURES = [
         ("gate_collapse", {"gate_max_gate": 0.95}, "", decision("act-on-figure", "true")),
         ("non_finite", {"loss": 2.0}, "training.csv has another value at step",
          decision("act-on-figure", "lie")),
+        ("zero_gradient", {"grad_norm": 0.0, "step": 0}, "nor training.csv records the value",
+         decision("act-on-figure", "lie")),
     )
 ]  # fmt: skip
 
@@ -138,11 +140,20 @@ def test_a_figure_is_acted_upon_when_another_rank_or_the_csv_confirms_it(rule, s
     assert text in found[-1][1]
 
 
-@pytest.mark.parametrize(("count", "kind"), [(3, "act"), (0, "withhold"), (-1, "withhold")])
-def test_in_a_run_of_one_rank_without_csv_its_pulse_confirms_a_loss(count, kind):
+@pytest.mark.parametrize(
+    ("count", "world", "csv", "kind"),
+    [
+        (3, 1, None, "act"), (3, 1, {"grad_norm": 1.0}, "act"), (0, 1, None, "withhold"),
+        (-1, 1, None, "withhold"), (3, 1, {"loss": 2.0}, "withhold"), (3, 2, None, "withhold"),
+    ],
+)  # fmt: skip
+def test_a_pulse_confirms_a_loss_only_in_a_run_of_one_rank_whose_csv_has_no_loss(
+    count, world, csv, kind
+):
     def make(step):
-        ranks = (rank(0.0, 0.0, step=step, nonfinite_steps=count),)
-        return figures(step, BAD["non_finite"]) | {"ranks": ranks}
+        one = rank(0.0, 0.0, step=step, nonfinite_steps=count)
+        ranks = tuple(replace(one, rank=number) for number in range(world))
+        return figures(step, BAD["non_finite"], csv=csv) | {"ranks": ranks}
 
     assert kinds(changes(make, "non_finite")) == ["raise", kind]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from console.diagnose.rank_evidence import RankEvidence
@@ -70,6 +72,15 @@ def test_an_evaluation_is_no_loss_of_pace():
     run.wait(300, "eval")
     run.train(30)
     assert run.dog._history.pace_ratio == pytest.approx(1.0, abs=0.05)
+
+
+def test_a_lost_pulse_is_no_loss_of_pace():
+    history = History()
+    for second in range(600):
+        rank = RankEvidence(0, 100, "S", second, "forward", 0.1)
+        lost = replace(rank, rank=1, step=300, doubt="lost")
+        history.update(Readings(mono=float(second), ts=1e9 + second, ranks=(rank, lost)))
+    assert history.pace_ratio == pytest.approx(1.0, abs=0.05)
 
 
 @pytest.mark.parametrize(("step_s", "every"), [(1, 1), (20, 1), (120, 1), (10, 20), (600, 1)])
