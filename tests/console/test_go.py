@@ -71,6 +71,10 @@ def test_an_event_or_a_plan_state_does_not_make_a_crashed_run_a_good_one(launch,
     directory.document(run / rundir.SUPERVISOR, crashed | {"state": "completed"})
     code, out = said(capsys, "check", run)
     assert (code, "rank 0: killed (SIGKILL)" in out) == (1, True)
+    worker["exit"] |= {"code": 7, "signal": None}
+    directory.change(run / rundir.SUPERVISOR, workers=[worker])
+    code, out = said(capsys, "check", run)
+    assert (code, "rank 0: exited (code 7)" in out) == (1, True)
 
 
 def test_a_resumed_run_is_go_if_gates_json_has_the_bounds_of_its_own_steps(tmp_path, capsys):
@@ -148,6 +152,9 @@ def lie(run, name):
     if name == "gates.json: fewer steps in the records":
         directory.change(run / rundir.RUN, gates=BOUNDS | {"steps_done": 21})
         return "gate steps_done is passed in gates.json and failed by the records"
+    if name == "gates.json: another bound":
+        directory.change(run / rundir.GATES, gates=[PASSED[0] | {"bound": "≥ 10"}, *PASSED[1:]])
+        return "gate steps_done has the bound ≥ 10 in gates.json and ≥ 20 by the records"
     path = rundir.heartbeat(run, 0)
     path.write_text(path.read_text().replace('"step":15,', '"step":900000,').replace('"n":16', "?"))
     return "record 16 is missing"
@@ -158,7 +165,8 @@ def lie(run, name):
 @pytest.mark.parametrize(
     "name",
     ["gates.json: a NaN in the records", "gates.json: a stall in the events",
-     "gates.json: fewer steps in the records", "the records: a number that is not there"],
+     "gates.json: fewer steps in the records", "gates.json: another bound",
+     "the records: a number that is not there"],
 )  # fmt: skip
 def test_it_is_no_go_when_they_disagree(launch, capsys, name, where):
     text = lie(launch / where, name)

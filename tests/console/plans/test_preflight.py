@@ -53,8 +53,11 @@ def test_a_disk_that_cannot_hold_the_checkpoints_of_the_plan_is_refused(tmp_path
     result, text = row("disk", tmp_path, kept | {"model.mlp_hidden": "4096"})
     assert (result, "for checkpoints); free space" in text) == ("fail", True), text
     result, text = row("disk", tmp_path, {"checkpoint.every": "10"})
-    # 5.2 MiB × (3 newest and the one that is written), and 1 GiB for the records
     assert (result, text.endswith("1.0 GiB are needed")) == ("pass", True)
+    # 1.1 GiB × (3 newest and the one that is written) for each phase, and 1 GiB for the records
+    large, two = {"checkpoint.every": "10", "model.mlp_hidden": "131072"}, TINY | {"name": "two"}
+    for phases, needed in (([TINY], "5.5 GiB"), ([TINY, two], "10.0 GiB")):
+        assert needed in row("disk", tmp_path, large, phases=phases)[1]
 
 
 def test_the_page_on_plans_has_the_time_limits():
