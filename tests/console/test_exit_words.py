@@ -65,7 +65,7 @@ def test_a_broken_pipe_of_its_own_output_is_a_cause():
     assert not rank_end.lost_peer("BrokenPipeError: [Errno 32] Broken pipe")
 
 
-def test_the_abort_of_nccls_watchdog_is_secondary_and_a_native_crash_is_not():
+def test_the_abort_of_nccls_watchdog_is_secondary_and_a_native_crash_or_a_kill_is_not():
     watchdog = RankEnd(0, None, "SIGABRT", 8, log=f"c10::DistBackendError: {PEER_TEXTS[4]}")
     crash = RankEnd(
         1, None, "SIGABRT", 8, log="std::out_of_range: map::at", crashed_in="f (m.py:3)"
@@ -75,6 +75,8 @@ def test_the_abort_of_nccls_watchdog_is_secondary_and_a_native_crash_is_not():
         "rank 1 crashed in native code (SIGABRT) at step 8, in f (m.py:3): "
         "std::out_of_range: map::at; rank 0 exited earlier, in a failed collective"
     )
+    killed, lost = replace(watchdog, signal="SIGKILL"), RankEnd(1, 14, None, 8, PEER_TEXTS[0])
+    assert why(lost, killed).startswith("rank 0 was killed by SIGKILL at step 8")
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,15 @@ def test_a_further_supervisor_knows_that_nobody_observed_an_end():
     assert (tree.workers[0].late, tree.workers[0].over_ts) == (True, 5.0)
 
 
+def test_code_0_of_torchrun_replaces_no_exit_that_the_kernel_reported():
+    tree = Tree("token", 1, select.poll(), owners.absent())
+    tree.workers[0] = worker = Worker(0, 0, process.Handle(4194303, -1, 0))
+    worker.ended(7)
+    tree.agent_status = 0
+    take_log(tree, b"")
+    assert (worker.code, worker.observed) == (7, True)
+
+
 def test_errors_are_found_in_records():
     assert error_of({"msg": "error", "error": "out of memory"}) == "out of memory"
     assert error_of({"msg": "progress", "error": "x"}) == ""

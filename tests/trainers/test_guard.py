@@ -36,6 +36,12 @@ def test_a_norm_far_above_the_last_finite_ones_is_a_spike():
         assert bool(spikes.detect(torch.tensor(norm), NO)) == spike
 
 
+def test_after_norms_of_zero_no_norm_is_a_spike():
+    spikes = Spikes(6.0, torch.device("cpu"))
+    for norm in (*[NO] * SPIKE_WINDOW_STEPS, YES):
+        assert not spikes.detect(norm, NO)
+
+
 @pytest.mark.parametrize(("rise", "most"), [(1.3, 20), (1e6, 200)])
 @pytest.mark.parametrize("noise", [0.0, 0.01])
 def test_a_lasting_rise_of_the_norm_is_accepted_after_some_steps(rise, most, noise):

@@ -208,9 +208,9 @@ def test_a_save_into_a_directory_that_was_replaced_is_refused_and_nothing_there_
     mine.save_async(replace(at(2), data={"x": "before"}))
     assert [type(each) for each in waited(mine)] == [type(run)]
     moving = Saver(run, made(1), BACKGROUND, move)
-    moving.save_async(at(3))
+    moving.save_async(at(9))  # the run that now has this path saves the same step
     (failed,) = waited(moving)
-    assert "step_00000003: the run directory" in str(failed)
+    assert "step_00000009: the run directory" in str(failed)
     assert f"the run directory {run} was moved or replaced" in str(failed)
     assert names(run) == [".step_00000009.tmp"]
     for save in (mine.save, mine.save_async):

@@ -78,6 +78,16 @@ def test_a_misleading_source_never_makes_an_innocent_rank_the_cause_with_high(na
     assert verdict.rank in (3, None), verdict
 
 
+@pytest.mark.decision("verdict-cause", "lie")
+def test_incomplete_flight_records_against_a_verdict_make_it_less_sure():
+    """Rank 3 has no flight record, and those of the others show that rank 2 is behind."""
+    found = four(last=())
+    flights = {0: called(0, "all_gather"), 1: called(1, "all_gather"), 2: called(2, waits=False)}
+    for more, sure in (({}, "high"), (flights, "medium")):
+        verdict = explained(replace(found, flights=more), *FOUR)
+        assert (verdict.rank, verdict.sure) == (3, sure), verdict
+
+
 LEFT = rank(0, "exit", step=40, state="gone", code=0)
 ALONE = {
     "waits in a collective": (PEERS, IDLE, IDLE, "exited-early", "high"),

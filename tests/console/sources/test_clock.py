@@ -44,6 +44,7 @@ def test_a_time_in_the_future_is_no_evidence_that_data_are_fresh(launch):
 
     directory.change(run / rundir.SUPERVISOR, updated_ts=later_ts + 1)
     os.utime(run / rundir.SUPERVISOR, (later_ts, later_ts))
+    directory.event(run, "state", attempt=1, state="stalled", ts=later_ts + 2)
     assert source.poll().state == "running"  # this reader saw the document change
 
 

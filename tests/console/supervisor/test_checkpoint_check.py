@@ -68,7 +68,7 @@ class Trial:
         return self.results()
 
 
-def test_a_checkpoint_is_loaded_once_and_counts_for_the_gate(tmp_path):
+def test_a_checkpoint_is_loaded_once_for_each_save_and_counts_for_the_gate(tmp_path):
     trial = Trial(tmp_path, 'nice; echo "$CUDA_VISIBLE_DEVICES"; test -d "$1" && echo fine')
     assert trial.saved(5).finish(1, 5) == [("load", 5, "pass", "info")]
     assert (trial.events[-1]["text"], trial.summary.loaded) == (
@@ -79,6 +79,9 @@ def test_a_checkpoint_is_loaded_once_and_counts_for_the_gate(tmp_path):
     assert read.loaded == {5: 1}, "a reader counts the load from the event"
     assert len(trial.saved(5).finish()) == 1
     assert len(trial.finish()) == 1
+    trial.check.poll(2, 5)
+    again = len(trial.finish(2, 5)), trial.summary.loaded
+    assert again == (2, {5: 2}), "attempt 2 has saved the step again"
 
 
 def test_a_checkpoint_that_is_removed_while_a_newer_one_exists_is_no_failure(tmp_path):
