@@ -23,8 +23,7 @@ from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError
 
 RESUME = "resume"
-"""The origin of the setting `checkpoint.resume` if this module sets it."""
-FROM_STEP = "checkpoint.from_step"
+"""The origin of the settings that select a checkpoint if this module sets them."""
 
 
 def working_directory(path: Path) -> Path | None:
@@ -79,9 +78,9 @@ def plan(
         if (runs[0] / rundir.RUN).exists():
             said(f"the sweep {sweep} begins again, because runs of two launches are not compared")
     elif phases[0].is_ours and _has_checkpoint(runs[0]):
-        given = {key: value for key, value in phases[0].set.items() if key != FROM_STEP}
-        phases[0] = replace(phases[0], set={**given, gate_check.RESUME: str(runs[0].absolute())})
-        origins[gate_check.RESUME] = RESUME
+        own = {gate_check.RESUME: str(runs[0].absolute()), gate_check.FROM_STEP: 0}
+        phases[0] = replace(phases[0], set={**phases[0].set, **own})
+        origins |= dict.fromkeys(own, RESUME)
     return replace(old.plan, phases=tuple(phases)), {**old.flag_origins, **by_operator}, origins
 
 

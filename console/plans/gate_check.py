@@ -24,7 +24,7 @@ from console.status_text import RESULT_WORDS
 from trainers.contract import jsonl, rundir
 from trainers.contract.errors import RefusedError, UsageError
 
-RESUME = "checkpoint.resume"
+RESUME, FROM_STEP = "checkpoint.resume", "checkpoint.from_step"
 FULL = "run nsa-console check RUN --full"
 
 
@@ -169,7 +169,7 @@ def continued(own: Mapping[str, Any], step: int) -> Summary | None:
     `own` is the run.json of the resumed run, and `step` its `Summary.resumed_at_end`. The records
     or the last pulses of the earlier run must show that `step` is its last step. The pulses
     suffice, because the loaded checkpoint confirms them. Both runs must have the same phase, number
-    of ranks, gates and settings, except `RESUME`.
+    of ranks, gates and settings, except `RESUME` and `FROM_STEP`.
     """
     path = Path(str(jsonl.mapping(jsonl.mapping(own, "settings"), RESUME).get("value") or ""))
     if not (step and path.is_absolute()):
@@ -198,7 +198,8 @@ def _last_step(summary: Summary, rank: int) -> int:
 def _training(run_json: Mapping[str, Any]) -> list[object]:
     """Returns the values that must be equal in two runs if one continues the other."""
     settings = jsonl.mapping(run_json, "settings")
-    values = {key: jsonl.mapping(settings, key).get("value") for key in settings if key != RESUME}
+    trained = settings.keys() - {RESUME, FROM_STEP}
+    values = {key: jsonl.mapping(settings, key).get("value") for key in trained}
     return [run_json.get("phase"), run_json.get("world"), run_json.get("gates"), values]
 
 

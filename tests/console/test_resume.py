@@ -244,12 +244,19 @@ def test_an_ended_run_names_the_checkpoint_that_the_trainer_would_load(tmp_path)
     assert RunSource(launch).poll().checkpoint == "step_00000002"
 
 
-def test_a_launch_that_resumed_an_older_launch_resumes_from_its_own_newest_checkpoint(tmp_path):
+@pytest.mark.parametrize("is_in_config", [False, True])
+def test_a_launch_that_resumed_an_older_launch_resumes_from_its_own_newest_checkpoint(
+    tmp_path, is_in_config
+):
     older = {"checkpoint.resume": "/old/0-sanity", "checkpoint.from_step": "7"}
-    launch = ended(tmp_path, sets=older)
+    launch = ended(tmp_path, sets={} if is_in_config else older)
+    if is_in_config:
+        config = tmp_path / "rewind.yaml"
+        config.write_text("checkpoint: {resume: /old/0-sanity, from_step: 7}\n")
+        directory.change_at(launch / rundir.PLAN, "phases", 0, "config", to=str(config))
     settings = resumed(launch).phases[0]["settings"]
-    found = [settings[key]["value"] for key in older]
-    assert found == [str(launch / "0-sanity"), 0]
+    assert settings["checkpoint.resume"]["value"] == str(launch / "0-sanity")
+    assert settings["checkpoint.from_step"] == {"value": 0, "origin": "resume"}
 
 
 def test_a_launch_that_has_not_ended_or_is_not_confirmed_is_refused(tmp_path):

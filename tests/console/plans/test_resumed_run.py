@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from console.plans import catalog, gates
+from console.plans import catalog, gate_check, gates
 from console.plans.gates import evaluate, overall
 from console.sources.gate_files import GateFiles
 from console.sources.summary import Summary
 from tests.console.plans.histories import FIGURES, Written, attempt, result, summed
+from tests.console.sources import directory
+from trainers.contract import rundir
 
 BEGIN, STEPS, LOGGED, SAVED = 30_000, 50_000, 20, 5_000
 BOUNDS = catalog.load("m7c_2xa100").phases[-1].gates
@@ -182,3 +184,18 @@ def test_without_a_further_step_the_bound_is_that_of_the_earlier_run():
         found.former = whole(former)
         saves = evaluate(found, bounds)[1]
         assert (saves.bound, saves.result) == (bound, "pass" if bound == "≥ 4" else "fail")
+
+
+@pytest.mark.parametrize(
+    ("key", "continues"),
+    [("checkpoint.resume", True), ("checkpoint.from_step", True), ("train.lr", False)],
+)
+def test_a_run_continues_only_a_run_whose_other_settings_are_equal(tmp_path, key, continues):
+    """`resume` changes the two settings that select a checkpoint; nothing else may differ."""
+    settings = {"checkpoint.resume": "", "checkpoint.from_step": 0, "train.lr": 0.1}
+    settings = {name: {"value": value} for name, value in settings.items()}
+    bounds, born = {"steps_done": 20}, {"settings": settings | {key: {"value": "old"}}}
+    before = directory.completed(tmp_path / "0-first", bounds, (), **born)
+    own = rundir.read_json(before / rundir.RUN) or {}
+    own["settings"] = settings | {"checkpoint.resume": {"value": str(before)}}
+    assert (gate_check.continued(own, 20) is not None) is continues
