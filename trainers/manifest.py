@@ -116,7 +116,7 @@ def _original(aside: Path) -> str:
 def clear_leftovers(run: Path) -> None:
     """Removes the files of a killed save; restores the name of a checkpoint that the save renamed.
 
-    Only the process that saves may call this function.
+    Also removes what `retain` left. Only the process that saves may call this function.
     """
     folder = run / rundir.CHECKPOINTS
     for left in folder.glob(".step_*"):
@@ -145,6 +145,8 @@ def retain(run: Path, step: int, keep_last: int, keep_every: int) -> list[str]:
     for path in old:
         if not keep_every or (step_of(path) or 0) % keep_every:
             try:
+                # After a rename, no reader finds a checkpoint without some of its files.
+                path = path.rename(path.with_name(f".{path.name}.removed"))
                 shutil.rmtree(path)
             except OSError as error:
                 failed.append(f"cannot remove the old checkpoint {path}: {error.strerror}")

@@ -18,7 +18,7 @@ from console.sources import procfs
 from console.sources.reducer import Reducer
 from console.sources.sanitize import clean
 from console.sources.tail import is_missing
-from console.supervisor import program
+from console.supervisor import program, run_files
 from console.supervisor.alerts import CHECKPOINT_ALERT, Alerts
 from console.supervisor.launch_spec import inherited
 from trainers.contract import flags, jsonl, rundir
@@ -50,8 +50,6 @@ class CheckpointCheck:
         self._doing = ""
         """The program that runs: a key of `ALERTS`, or "" for none."""
         self._job: Future[Outcome] | None = None
-        self._seen = 0
-        """The step of the newest checkpoint at the last `poll`."""
         self._threads = ThreadPoolExecutor(1, "checkpoint")
         self._stopped = False
         """True if no further program may start."""
@@ -69,7 +67,6 @@ class CheckpointCheck:
         `newest` is the step of the newest checkpoint of this attempt, or 0. Raises RuntimeError if
         no thread can start, or OSError if no descriptor is left. The check then has no result.
         """
-        self._seen = newest
         self._check_saves(attempt, newest)
         if self._job is not None:
             if not self._job.done():
@@ -151,11 +148,13 @@ class CheckpointCheck:
     def _harmless(self, step: int, path: Path) -> str:
         """Returns why a failure needs no operator, or "" if it may need an operator.
 
-        If there is a newer checkpoint, a missing checkpoint needs no operator.
+        If there is a newer checkpoint, a missing checkpoint needs no operator. The record of the
+        newer checkpoint may not exist yet, so this function looks for the checkpoint itself.
         """
         if self._stopped:
             return "the run ends"
-        return "it was removed" if self._seen > step and is_missing(path) else ""
+        newest = run_files.newest_checkpoint(self._run) or 0
+        return "it was removed" if newest > step and is_missing(path) else ""
 
 
 def _lack_of_memory(path: Path) -> str:
