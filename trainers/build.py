@@ -76,7 +76,9 @@ class Training:
         self.reduction = StepReduction(parallel.reduce, device)
         self.save_is_due = False
         """True while a periodic or requested checkpoint is due and its save has not started."""
-        self.saver = Saver(member.run, parts, settings.checkpoint, member.home.is_there)
+        self.saver = Saver(
+            member.run, parts, settings.checkpoint, member.home.is_there, report.saved
+        )
         every = settings.report.memory_every
         self.inventory = Inventory(member, parallel, self.plain, self.optimizer, every)
         self.profiler = Profiler(member, report, settings.report)

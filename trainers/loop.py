@@ -249,7 +249,7 @@ def run_requests(t: Training, step: int, rows: list[Row]) -> None:
         t.profiler.request(step)
     if evaluation_is_due(t, step):
         evaluate(t, step)
-    report_save(t, step, *t.saver.collect())
+    report_failed(t, step, t.saver.collect())
     settings = t.settings.checkpoint
     saves_at_end = settings.at_end or settings.export != ""
     final = saves_at_end and step == t.settings.train.steps
@@ -267,14 +267,14 @@ def run_requests(t: Training, step: int, rows: list[Row]) -> None:
 def save(t: Training, step: int) -> None:
     """Waits for the previous save; then saves a checkpoint, or starts a background save."""
     t.phases.enter(step, "save")
-    report_save(t, step, *t.saver.collect(wait_s=None))
+    report_failed(t, step, t.saver.collect(wait_s=None))
     try:
         if t.saver.in_background:
             t.saver.save_async(position(t))
         else:
-            report_save(t, step, t.saver.save(position(t)))
+            t.saver.save(position(t))
     except CheckpointError as error:
-        report_save(t, step, error)
+        report_failed(t, step, [error])
 
 
 def save_final(t: Training, halted: bool) -> None:
@@ -287,13 +287,12 @@ def save_final(t: Training, halted: bool) -> None:
     """
     step, target = t.report.steps_done, t.settings.checkpoint.export
     t.phases.enter(step, "save")
-    report_save(t, step, *t.saver.collect(wait_s=None))
+    report_failed(t, step, t.saver.collect(wait_s=None))
     if t.settings.checkpoint.at_end or target or halted:
         saved = t.member.run / CHECKPOINTS / manifest.name_of(step)
         # Rank 0 decides, because it chose the checkpoint; the other ranks may use other paths.
         if step >= t.first_step or not t.parallel.gather(saved.is_dir())[0]:
             saved = t.saver.save(position(t), keeps_all=t.guard.in_a_row > 0)
-            report_save(t, step, saved)
             if t.guard.in_a_row:
                 text = f"the weights of {saved.name} may be unusable: the last step was not finite"
                 t.report.record_event("note", step, text)
@@ -305,7 +304,7 @@ def finish_save(t: Training) -> None:
     """Waits for a background save that still runs, for a limited time."""
     if t.saver.busy:
         t.member.pulse.set(t.report.steps_done, "save")
-    report_save(t, t.report.steps_done, *t.saver.finish())
+    report_failed(t, t.report.steps_done, t.saver.finish())
 
 
 def position(t: Training) -> Manifest:
@@ -317,15 +316,7 @@ def position(t: Training) -> Manifest:
     )  # fmt: skip
 
 
-def report_save(t: Training, step: int, *ended: Path | CheckpointError) -> None:
-    """Records the results of saves, and the remarks of the saver."""
-    for saved in ended:
-        if isinstance(saved, CheckpointError):
-            t.report.record_event("checkpoint_failed", step, str(saved), error=str(saved))
-        else:
-            text = f"saved {CHECKPOINTS}/{saved.name}"
-            t.report.record_event(
-                "checkpoint", manifest.step_of(saved) or step, text, path=saved.name
-            )
-    while t.saver.remarks:
-        t.report.record_event("note", step, t.saver.remarks.pop(0))
+def report_failed(t: Training, step: int, errors: list[CheckpointError]) -> None:
+    """Records the errors of saves; `Report.saved` records the checkpoints."""
+    for error in errors:
+        t.report.record_event("checkpoint_failed", step, str(error), error=str(error))

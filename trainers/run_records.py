@@ -17,6 +17,7 @@ from statistics import fmean
 from typing import Any
 
 from nsa.config import flops_per_token, parameter_count
+from trainers import manifest
 from trainers.contract import VERSION, rundir
 from trainers.contract.member import Member
 from trainers.schema import Settings
@@ -193,6 +194,13 @@ class Report:
         self.record_event("eval", step, text, **fields)
         for sink in self._sinks:
             sink.add(step, {"val_loss": loss, "ppl": math.exp(min(loss, LARGEST_EXPONENT))})
+
+    def saved(self, step: int, remain: Iterable[str]) -> None:
+        """Records a checkpoint, and sentences on old checkpoints; any thread may call this."""
+        name = manifest.name_of(step)
+        self.record_event("checkpoint", step, f"saved {rundir.CHECKPOINTS}/{name}", path=name)
+        for text in remain:
+            self.record_event("note", step, text)
 
     def count_right(self, right: int, scored: int) -> None:
         """Adds the numbers of right and of scored predictions of a step."""

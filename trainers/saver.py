@@ -35,13 +35,18 @@ class Saver:
 
     `ours` returns whether the run directory is still at its path. Only rank 0 calls `ours`, also
     from the background thread. If the result is False, the save fails, and rank 0 removes no files.
+    `saved` gets the step of each written checkpoint and, on rank 0, sentences on old checkpoints
+    that cannot be removed. A background save calls `saved` in its thread, because the present step
+    may never end.
     """
 
     def __init__(
         self, run: Path, parts: Parts, settings: CheckpointSettings,
         ours: Callable[[], bool] = lambda: True,
+        saved: Callable[[int, list[str]], object] = lambda *_: None,
     ):  # fmt: skip
         self._run, self._parts, self._settings, self._ours = run, parts, settings, ours
+        self._saved = saved
         device, choice = parts.parallel.device, settings.background
         on_cuda = device.type == "cuda"
         self.in_background = choice == "on" or (choice == "auto" and on_cuda)
@@ -51,8 +56,6 @@ class Saver:
         choose_gpu = partial(torch.cuda.set_device, device) if on_cuda else None
         self._worker = ThreadPoolExecutor(1, "nsa-saver", choose_gpu)
         self._pending: tuple[Future[Path], Path] | None = None
-        self.remarks: list[str] = []
-        """On rank 0: sentences on old checkpoints that remain after an error."""
 
     def save(self, position: Manifest, keeps_all: bool = False) -> Path:
         """Writes a checkpoint and returns its directory. Raises CheckpointError on all ranks.
@@ -63,9 +66,9 @@ class Saver:
         return self._alike(target, lambda: self._write(state, writer, position, target, keeps_all))
 
     def save_async(self, position: Manifest) -> None:
-        """Copies the state and writes it in the background; `collect` returns the result.
+        """Copies the state and writes it in the background; `collect` returns an error of the save.
 
-        The result of an earlier save must have been collected. Raises CheckpointError on all ranks
+        An earlier save must have been collected after its end. Raises CheckpointError on all ranks
         if the save cannot start.
         """
         target, state, writer = self._begin(position)
@@ -76,11 +79,11 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """True from the start of a background save until its result is collected."""
+        """True from the start of a background save until it is collected after its end."""
         return self._pending is not None
 
-    def collect(self, wait_s: float | None = 0) -> list[Path | CheckpointError]:
-        """Returns the result of a background save that has ended, once; otherwise [].
+    def collect(self, wait_s: float | None = 0) -> list[CheckpointError]:
+        """Returns the error of a background save that has ended, once; otherwise [].
 
         Waits up to `wait_s` seconds for a running save, or without limit if `wait_s` is None.
         """
@@ -88,18 +91,19 @@ class Saver:
             return []
         (written, target), self._pending = self._pending, None
         error = written.exception()
-        return [target if error is None else _failed(target, reason_of(error))]
+        return [] if error is None else [_failed(target, reason_of(error))]
 
-    def finish(self) -> list[Path | CheckpointError]:
-        """Returns the result of a background save that still runs; raises nothing.
+    def finish(self) -> list[CheckpointError]:
+        """Returns the error of a background save that still runs; raises nothing.
 
-        If the save is not finished within `FINISH_S`, the result is an error. The next save of the
-        run removes the files of such a save.
+        If the save is not finished within `FINISH_S`, this is an error. The next save of the run
+        removes the files of such a save.
         """
-        ended = self.collect(FINISH_S)
+        errors = self.collect(FINISH_S)
         if self._pending is None:
-            return ended
+            return errors
         (_, target), self._pending = self._pending, None
+        self._saved = lambda *_: None  # no record may follow the exit record
         late = f"it was not finished within {FINISH_S:g} s after the training failed"
         return [_failed(target, late)]
 
@@ -126,22 +130,26 @@ class Saver:
         self, state: State, writer: FileSystemWriter, position: Manifest, target: Path,
         keeps_all: bool = False,
     ) -> Path:  # fmt: skip
-        """Writes and completes one checkpoint."""
+        """Writes, completes and reports one checkpoint."""
         try:
             state_dict_saver.save(
                 state, storage_writer=writer, process_group=self._group,
                 no_dist=self._group is None,
             )  # fmt: skip
-            self._seal(position, target, keeps_all)
+            remain = self._seal(position, target, keeps_all)
         except BaseException:
             if self._parts.parallel.rank == 0 and self._ours():
                 rundir.remove_tree(_temporary(target))
             raise
+        self._saved(position.step, remain)
         return target
 
-    def _seal(self, position: Manifest, target: Path, keeps_all: bool) -> None:
-        """Completes a written checkpoint on rank 0; the other ranks wait for the result."""
-        parallel, reason = self._parts.parallel, ""
+    def _seal(self, position: Manifest, target: Path, keeps_all: bool) -> list[str]:
+        """Completes a written checkpoint on rank 0; the other ranks wait for the result.
+
+        Returns a sentence for each old checkpoint that rank 0 cannot remove.
+        """
+        parallel, reason, remain = self._parts.parallel, "", list[str]()
         if parallel.rank == 0:
             try:
                 self._refuse_another_run()
@@ -153,13 +161,14 @@ class Saver:
                 # The new checkpoint is complete, even if an old one cannot be removed.
                 last, every = self._settings.keep_last, self._settings.keep_every
                 if not keeps_all:
-                    self.remarks += manifest.retain(self._run, position.step, last, every)
+                    remain = manifest.retain(self._run, position.step, last, every)
         if self._group is not None:
             message = [reason]
             dist.broadcast_object_list(message, group=self._group, group_src=0)
             reason = message[0]
         if reason:
             raise CheckpointError(reason)
+        return remain
 
     def _refuse_another_run(self) -> None:
         if not self._ours():

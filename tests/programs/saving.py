@@ -47,7 +47,9 @@ def save(kind: str) -> Path | BaseException:
         if kind != "background":
             return used.save(position)
         used.save_async(position)
-        return used.collect(None)[0]
+        return next(
+            iter(used.collect(None)), run / rundir.CHECKPOINTS / manifest.name_of(position.step)
+        )
     except BaseException as error:
         return error
 

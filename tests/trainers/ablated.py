@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import sys
 import time
@@ -96,11 +97,30 @@ def slow_after_20(model: Transformer, tokens: Tensor) -> Tensor:
     return plain_forward(model, tokens)
 
 
+def hang(model: Transformer, tokens: Tensor) -> Tensor:
+    """A step that does not end."""
+    time.sleep(3600)
+    return tokens
+
+
 def bug_while_saving(*arguments: Any) -> None:
     """The completion of a save takes two seconds; the next forward pass raises an error."""
     Transformer.forward = bug
     time.sleep(2)
     plain_complete(*arguments)
+
+
+def hang_while_saving(*arguments: Any) -> None:
+    """The completion of a save takes two seconds; the next forward pass does not end."""
+    Transformer.forward = hang
+    time.sleep(2)
+    plain_complete(*arguments)
+
+
+def first_save_fails(*_: Any) -> None:
+    """The completion of the first save fails, and that of the next saves does not."""
+    manifest.complete = plain_complete
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 MODES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
@@ -113,6 +133,8 @@ MODES: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "sees_the_next_byte": (Transformer, "forward", sees_the_next_byte),
     "slow_after_20": (Transformer, "forward", slow_after_20),
     "bug_while_saving": (manifest, "complete", bug_while_saving),
+    "hang_while_saving": (manifest, "complete", hang_while_saving),
+    "first_save_fails": (manifest, "complete", first_save_fails),
     "compile_without_code": (Block, "compile", compile_without_code),
 }
 

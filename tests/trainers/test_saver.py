@@ -31,9 +31,11 @@ def names(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
-def waited(saver: Saver) -> list[Path | CheckpointError]:
-    """Returns the result of a background save after a wait of up to 120 s."""
-    return saver.collect(wait_s=120)
+def waited(saver: Saver) -> list[CheckpointError]:
+    """Returns the error of a background save after a wait of up to 120 s."""
+    errors = saver.collect(wait_s=120)
+    assert not saver.busy
+    return errors
 
 
 def test_a_background_save_holds_the_moment_it_began(tmp_path):
@@ -42,10 +44,8 @@ def test_a_background_save_holds_the_moment_it_began(tmp_path):
     before = {name: weight.clone() for name, weight in parts.model.state_dict().items()}
     saver.save_async(at(1))
     train(parts, 0, 2)
-    (path,) = waited(saver)
-    assert isinstance(path, Path)
-    assert saver.collect() == []
-    weights = checkpoint.load_weights(path)
+    assert waited(saver) == []
+    weights = checkpoint.load_weights(*manifest.newest_first(tmp_path))
     assert all(torch.equal(weights[name], before[name]) for name in before)
 
 
@@ -70,6 +70,7 @@ def test_a_failed_background_save_is_told_once_and_harms_nothing(tmp_path):
         (failed,) = waited(saver)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert saver.collect() == []
     assert isinstance(failed, CheckpointError)
     assert str(whole.with_name("step_00000002")) in str(failed)
     assert latest_checkpoint(tmp_path) == whole
@@ -130,6 +131,28 @@ def test_an_error_of_the_training_lets_a_background_save_end(tmp_path):
     assert run.metrics()["reason"] == "ZeroDivisionError: a real bug"
 
 
+def test_a_background_save_is_recorded_while_a_step_does_not_end(tmp_path):
+    changes = small(train__steps=100, checkpoint__every=5, checkpoint__background="on")
+    run = Run(tmp_path, changes, nproc=1, broken="hang_while_saving")
+    try:
+        (record,) = run.until(lambda: run.records(0, "checkpoint"), 60)
+        assert (record["step"], record["path"]) == (5, "step_00000005")
+        assert latest_checkpoint(run.path) == run.path / "checkpoints" / "step_00000005"
+    finally:
+        run.process.kill()
+        run.process.wait()
+
+
+def test_a_background_save_that_fails_is_recorded_once_and_before_the_next_save(tmp_path):
+    changes = small(
+        train__steps=6, checkpoint__every=2, checkpoint__background="on", checkpoint__at_end=False
+    )
+    run = Run(tmp_path, changes, nproc=1, broken="first_save_fails").done()
+    failed, *saved = run.records(0, "checkpoint", "checkpoint_failed")
+    assert (failed["msg"], [record["step"] for record in saved]) == ("checkpoint_failed", [4, 6])
+    assert "step_00000002: OSError: [Errno 28] No space left on device" in failed["error"]
+
+
 class Leaves(Saver):
     """A rank that stops itself after it has copied its state, before it writes the copy."""
 
@@ -185,19 +208,28 @@ def test_an_old_checkpoint_that_cannot_be_removed_does_not_fail_the_next_saves(t
         for folder in (old, left):
             (folder / "in").mkdir()
             mounted.enter_context(tmpfs(folder / "in", 1))
-        mine = Saver(run, made(1), CheckpointSettings(keep_last=1))
+        told = []
+        mine = Saver(
+            run, made(1), CheckpointSettings(keep_last=1), saved=lambda *each: told.append(each)
+        )
         for step in (3, 4):
             assert mine.save(at(step)) == latest_checkpoint(run)
-        (remark,) = mine.remarks
+        assert [step for step, _ in told] == [3, 4]
+        (remark,) = told[0][1] + told[1][1]
         assert f"cannot remove the old checkpoint {aside}: " in remark
         assert [path.name for path in manifest.newest_first(run)] == ["step_00000004"]
         aside.rename(old)  # the end of the test unmounts what is in it
 
 
-def test_without_a_final_save_the_periodic_one_of_the_last_step_stays(tmp_path):
-    changes = small(train__steps=4, checkpoint__every=2, checkpoint__at_end=False)
+@pytest.mark.parametrize(("at_end", "background"), [(0, "off"), (0, "on"), (1, "on")])
+def test_each_save_is_recorded_once_also_that_of_the_last_step(tmp_path, at_end, background):
+    changes = small(
+        train__steps=4, checkpoint__every=2, checkpoint__at_end=at_end,
+        checkpoint__background=background,
+    )  # fmt: skip
     run = Run(tmp_path, changes, nproc=1).done()
     assert [record["step"] for record in run.records(0, "checkpoint")] == [2, 4]
+    assert run.text().count("saved checkpoints/") == 2
 
 
 def test_a_save_into_a_directory_that_was_replaced_is_refused_and_nothing_there_is_touched(
@@ -210,7 +242,7 @@ def test_a_save_into_a_directory_that_was_replaced_is_refused_and_nothing_there_
     mine = Saver(run, made(1), BACKGROUND, lambda: os.path.samestat(run.stat(), home))
     move = MovesAt(run, away)
     mine.save_async(replace(at(2), data={"x": "before"}))
-    assert [type(each) for each in waited(mine)] == [type(run)]
+    assert waited(mine) == []
     moving = Saver(run, made(1), BACKGROUND, move)
     moving.save_async(at(9))  # the run that now has this path saves the same step
     (failed,) = waited(moving)
