@@ -158,6 +158,7 @@ def resume(
     before = changes.compared(found.settings, found.world, jsonl.text(found.data, "fingerprint"))
     now = changes.compared(report.values(), parallel.world, stream)
     changed = changes.refuse(path, before, now, settings.checkpoint.allow_change)
+    parts.state()  # allocates it; a lack of GPU memory is no error of the checkpoint
     checkpoint.on_all_ranks(parallel, lambda: checkpoint.load(path, parts))
     for error in () if parallel.rank else skipped:
         report.record_event(

@@ -7,11 +7,12 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.trainers.ranks import together
 from tests.trainers.runs import CONFIG, small
 from tests.trainers.test_checkpoint import at, made, saved
-from trainers import build, settings
+from trainers import build, failures, optim, settings
 from trainers.contract import environ
 from trainers.contract.errors import UsageError
 from trainers.run_records import Report
@@ -77,6 +78,19 @@ def test_a_rank_that_cannot_read_what_rank_0_chose_ends_all_with_15(tmp_path, ha
     assert mine[:2] == ("CheckpointError", 15)
     assert sentence in mine[2]
     assert mine[2].startswith("rank 1: ")
+
+
+def test_a_lack_of_gpu_memory_in_a_resume_is_no_damage_of_the_checkpoint(tmp_path, monkeypatch):
+    """The state of AdamW, twice the size of the weights, is allocated before it is loaded."""
+
+    def is_full(_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    run = tmp_path / "run"
+    saved(run, made(1), 3)
+    monkeypatch.setattr(optim, "empty_state", is_full)
+    ends = together([run, run], resume)
+    assert [end[:2] for end in ends] == [("OutOfMemoryError", failures.OUT_OF_MEMORY)] * 2, ends
 
 
 def test_checkpoints_that_cannot_be_listed_are_not_taken_for_none(tmp_path):
