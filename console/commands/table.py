@@ -327,8 +327,8 @@ RESUME = Command(
     ), "The new launch repeats the options of the ended launch. It also repeats each\n"
     "flag that an operator set, if the supervisor of the ended launch confirmed it.\n"
     "A trainer of this project continues from the newest verified checkpoint of its\n"
-    "phase. Without one, the phase starts at its first step. A sweep begins again\n"
-    "with its first run, because runs of two launches are not compared.\n" + WAITS,
+    "phase. Without a checkpoint, the phase starts at its first step. A sweep begins\n"
+    "again with its first run, because runs of two launches are not compared.\n" + WAITS,
     "control.resume", exits_by_run=True,
 )  # fmt: skip
 ADOPT = Command(
