@@ -17,7 +17,7 @@ from typing import Any
 from console import access
 from console.sources import process
 from console.supervisor.alerts import Alerts
-from trainers.contract import jsonl, pulse, rundir
+from trainers.contract import halt_board, jsonl, pulse, rundir
 from trainers.contract.errors import RefusedError
 
 SWEPT_AFTER_S, NO_MEMORY = 86_400.0, "live-directory"
@@ -80,10 +80,10 @@ class Live:
 
     def _create_files(self, folder: Path, attempt: int) -> None:
         """Creates the ranks' files and the halt board. Raises OSError, also if memory is full."""
-        pulses = [rundir.pulse(folder, rank) for rank in range(self._nproc)]
-        for path in (*pulses, rundir.halt_board(folder, attempt)):
-            pulse.mapped(path, pulse.SIZE_BYTES).close()
+        board = rundir.halt_board(folder, attempt)
+        pulse.mapped(board, halt_board.size_bytes(self._nproc)).close()
         for rank in range(self._nproc):
+            pulse.mapped(rundir.pulse(folder, rank), pulse.SIZE_BYTES).close()
             os.close(rundir.open_append(rundir.live_stack(folder, rank)))
 
     def _open_pulses(self, folder: Path) -> None:

@@ -26,7 +26,6 @@ import math
 import operator
 import os
 import signal
-import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -39,7 +38,8 @@ from typing import Any
 from trainers.contract import VERSION, dumps, environ, rundir
 from trainers.contract.ending import Ending
 from trainers.contract.errors import RefusedError, UsageError, did_you_mean
-from trainers.contract.pulse import PulseWriter, mapped
+from trainers.contract.halt_board import HaltBoard
+from trainers.contract.pulse import PulseWriter
 from trainers.contract.recorder import STDOUT, Recorder
 
 HALT_POLL_S = 0.05
@@ -50,7 +50,6 @@ COUNTING = ("progress", "exit")
 """Records that contain the number of steps with a non-finite loss, if such steps are counted."""
 STEP_PHASES = ("fetch", "forward", "backward", "optimizer", "log", "eval", "save")
 """The phases that a program may report within a step."""
-_BOARD = struct.Struct("<qq")
 
 
 class Member:
@@ -222,34 +221,6 @@ class Member:
             file.write(self.pulse.memory[:])
 
 
-class HaltBoard:
-    """A mapped file through which the ranks of one host agree on the step at which they halt.
-
-    The file has two numbers. The first is 1 if a rank has requested a halt, else 0. The second is
-    the step to halt at, or 0. To halt, rank 0 writes `step + 1` before it enters the collective of
-    `step`. No rank can begin `step + 1` before that collective ends, so all ranks see the number in
-    time. If the steps then begin anew, as in a new epoch, rank 0 replaces the number, which is now
-    too high. At its start, rank 0 clears both numbers, because an earlier program may have set
-    them. This loses no request, because ranks repeat their requests at each step.
-    """
-
-    def __init__(self, directory: Path, attempt: int, rank: int):
-        self._memory = mapped(rundir.halt_board(directory, attempt), _BOARD.size)
-        self._is_first = rank == 0
-        if self._is_first:
-            self._memory[:] = bytes(_BOARD.size)
-
-    def decide(self, step: int, halt: bool) -> bool:
-        """Returns whether to halt before `step`; `halt` is the request of this rank."""
-        requested, halt_at = _BOARD.unpack_from(self._memory)
-        if halt and not requested:
-            struct.pack_into("<q", self._memory, 0, 1)
-        if self._is_first and (halt or requested) and not 0 < halt_at <= step + 1:
-            halt_at = step + 1
-            struct.pack_into("<q", self._memory, 8, halt_at)
-        return 0 < halt_at <= step
-
-
 class Joined(Member):
     """One rank of a foreign program."""
 
@@ -257,7 +228,7 @@ class Joined(Member):
         super().__init__(run, variables)
         self._is_of_torchrun = environ.TORCHRUN_ID in variables
         self._is_interrupted = False
-        self._board = HaltBoard(self.live or run, self.attempt, self.rank)
+        self._board = HaltBoard(self.live or run, self.attempt, self.rank, self.world)
         self._last_step = 0
         self._last_at = time.monotonic()
         self._in_step = False
@@ -281,7 +252,7 @@ class Joined(Member):
         """
         step = operator.index(step)
         self.end_step(**figures)
-        if self._board.decide(step, bool(self.halt_reason)):
+        if self._board.decide(bool(self.halt_reason)):
             self._reason = self.halt_reason or "agreed"
             self.pulse.set(self._last_step, "halt")
             self.record("halt", self._last_step, reason=self._reason)

@@ -17,7 +17,7 @@ from tests.launches import wait_for
 from tests.mounts import tmpfs
 from tests.trainers.contract.programs import beats, environment
 from trainers.contract import dumps, environ, heartbeat, pulse, rundir
-from trainers.contract.member import HaltBoard, Member
+from trainers.contract.member import Member
 from trainers.contract.recorder import Recorder
 
 PROGRAM = """
@@ -190,45 +190,6 @@ def test_an_old_halt_file_stops_nothing_when_no_supervisor_has_cleared_it(tmp_pa
     (tmp_path / rundir.HALT).unlink()
     (tmp_path / rundir.HALT).write_text("now")
     assert process.wait(150) == 0
-
-
-def test_ranks_that_meet_every_step_agree_on_the_step_to_halt_at(tmp_path):
-    """In the four cases, rank 0 or 1 is first in each step, and rank 0 or 1 requests the halt."""
-    for wisher in (0, 1):
-        for lead in (0, 1):
-            directory = tmp_path / f"{wisher}{lead}"
-            directory.mkdir()
-            boards = [HaltBoard(directory, 1, 0), HaltBoard(directory, 1, 1)]
-            stopped: dict[int, int] = {}
-            for step in range(1, 8):
-                for rank in (lead, 1 - lead):
-                    wishes = rank == wisher and step >= 3
-                    if rank not in stopped and boards[rank].decide(step, wishes):
-                        stopped[rank] = step
-            assert stopped[0] == stopped[1] <= 6
-
-
-@pytest.mark.parametrize("lead", [0, 1])
-@pytest.mark.parametrize("wisher", [0, 1])
-@pytest.mark.parametrize("since", [1, 2, 3])
-def test_steps_that_begin_anew_in_each_epoch_halt_all_ranks_at_one_step(
-    tmp_path, since, wisher, lead
-):
-    boards = [HaltBoard(tmp_path, 1, 0), HaltBoard(tmp_path, 1, 1)]
-    stopped: dict[int, int] = {}
-    for turn, step in enumerate([1, 2, 3] * 3):
-        for rank in (lead, 1 - lead):
-            wishes = rank == wisher and turn + 1 >= since
-            if rank not in stopped and boards[rank].decide(step, wishes):
-                stopped[rank] = turn
-    assert stopped[0] == stopped[1] <= since + 2
-
-
-def test_a_decision_of_an_earlier_program_halts_nobody(tmp_path):
-    before = HaltBoard(tmp_path, 1, 0)
-    assert [before.decide(step, halt=True) for step in (9, 10)] == [False, True]
-    after = HaltBoard(tmp_path, 1, 0)
-    assert not any(after.decide(step, halt=False) for step in range(1, 12))
 
 
 COUNTS = """
