@@ -232,6 +232,8 @@ class Joined(Member):
         self._last_step = 0
         self._last_at = time.monotonic()
         self._in_step = False
+        self._apart_s = 0.0
+        """The time of the evaluations and saves in this step, which is no time of the step."""
         self._reason = ""
         """The reason of a halt, or "" if the rank does not halt."""
         self._raised_in = ""
@@ -258,6 +260,7 @@ class Joined(Member):
             self.record("halt", self._last_step, reason=self._reason)
             return True
         self._last_step, self._last_at, self._in_step = step, time.monotonic(), True
+        self._apart_s = 0.0
         self._raised_in = ""
         self.pulse.set(step, "step")
         return False
@@ -281,12 +284,15 @@ class Joined(Member):
             raise UsageError(f"there is no phase {name!r}{did_you_mean(name, STEP_PHASES)}")
         before, self._raised_in = self.pulse.phase, ""
         self.pulse.set(self._last_step, name)
+        began, apart_s = time.monotonic(), self._apart_s
         try:
             yield
         except BaseException:
             self._raised_in = self._raised_in or name
             raise
         finally:
+            if name in ("eval", "save"):  # also replaces the time of such phases within this one
+                self._apart_s = apart_s + time.monotonic() - began
             self.pulse.set(self._last_step, before)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -305,7 +311,7 @@ class Joined(Member):
     def _end_step(self, figures: Mapping[str, Any]) -> None:
         if self._in_step:
             self._in_step = False
-            duration_s = time.monotonic() - self._last_at
+            duration_s = time.monotonic() - self._last_at - self._apart_s
             self.record("progress", self._last_step, **{**figures, "steps_dt_s": [duration_s]})
 
     def _count(self, loss: object) -> None:

@@ -247,6 +247,33 @@ def test_a_phase_lasts_as_long_as_its_with_and_has_a_name_of_the_contract(tmp_pa
     assert reason == "UsageError: there is no phase 'evall'; did you mean 'eval'?"
 
 
+TIMES = """
+import time
+from trainers.contract.member import join
+run = join()
+with run.phase("eval"):
+    time.sleep(0.4)
+for step in (1, 2):
+    run.step(step)
+    if step == 1:
+        with run.phase("eval"):
+            time.sleep(0.4)
+            with run.phase("log"), run.phase("save"):
+                time.sleep(0.4)
+        with run.phase("save"):
+            time.sleep(0.4)
+    with run.phase("forward"):
+        time.sleep(0.1)
+"""
+
+
+def test_the_time_of_a_step_contains_neither_evaluations_nor_saves(tmp_path):
+    subprocess.run([sys.executable, "-c", TIMES], env=environment(tmp_path), timeout=150)
+    (first,), (second,) = (b["steps_dt_s"] for b in beats(tmp_path) if b["msg"] == "progress")
+    assert 0.1 <= first < 0.5
+    assert 0.1 <= second < 0.5
+
+
 ENDS = """
 import sys
 from trainers.contract.member import join
