@@ -197,7 +197,7 @@ def argv(phase: Phase, grace_s: float, logs: Path) -> list[str]:
 
 
 def inherited(recorded: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Returns the inherited variables that are allowed, with this project in PYTHONPATH.
+    """Returns the inherited variables that are allowed; this project is first in PYTHONPATH.
 
     `recorded`, the `environment` in a run.json, replaces the variables of this process. Only a
     proxy whose login was removed from the record comes from this process.
@@ -207,10 +207,8 @@ def inherited(recorded: Mapping[str, Any] | None = None) -> dict[str, str]:
         texts = {name: jsonl.text(recorded, name) for name in environ.INHERITED if name in recorded}
         found = {name: found.get(name, "") if REMOVED in text else text
                  for name, text in texts.items() if text.isprintable()}  # fmt: skip
-    paths = [entry for entry in found.get("PYTHONPATH", "").split(":") if entry]
-    if str(PROJECT) not in paths:
-        paths.insert(0, str(PROJECT))
-    return found | {"PYTHONPATH": ":".join(paths)}
+    others = [e for e in found.get("PYTHONPATH", "").split(":") if e not in ("", str(PROJECT))]
+    return found | {"PYTHONPATH": ":".join((str(PROJECT), *others))}
 
 
 def environment(
@@ -218,12 +216,18 @@ def environment(
 ) -> dict[str, str]:
     """Returns the whole environment of torchrun: inherited variables, flags and the contract.
 
-    PYTHONSAFEPATH makes the trainers of this project import nothing from the working directory.
+    PYTHONSAFEPATH makes the trainers of this project import nothing from the working directory. For
+    a foreign program, this project is last in PYTHONPATH, because the program may have packages of
+    the same names.
     """
     chosen = {name: flag.value for name, flag in flags.items()}
-    fixed = {"PYTHONUNBUFFERED": "1"} | environ.DEVICE_ORDER
-    ours = {"PYTHONSAFEPATH": "1"} if phase.is_ours else {}
-    return inherited() | fixed | ours | chosen | dict(contract)
+    variables = inherited() | {"PYTHONUNBUFFERED": "1"} | environ.DEVICE_ORDER
+    if phase.is_ours:
+        variables["PYTHONSAFEPATH"] = "1"
+    else:
+        project, *others = variables["PYTHONPATH"].split(":")
+        variables["PYTHONPATH"] = ":".join((*others, project))
+    return variables | chosen | dict(contract)
 
 
 def without_logins(variables: Mapping[str, str]) -> dict[str, str]:

@@ -100,6 +100,19 @@ def test_preparing_writes_nothing_and_shows_command_and_environment(tmp_path, mo
     assert prepared.as_dict()["phases"][0]["shell"] in text
 
 
+def test_only_a_foreign_program_finds_other_packages_before_those_of_this_project(
+    tmp_path, monkeypatch
+):
+    """The program may have its own package `trainers`. PYTHONPATH is that of a supervisor."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:/mine")
+    foreign = actions.prepare(options(tmp_path)).phases[0]
+    ours = actions.prepare(LaunchOptions(plan="cpu_smoke", root=tmp_path)).phases[0]
+    assert foreign["environment"]["PYTHONPATH"] == f"/mine:{ROOT}"
+    assert ours["environment"]["PYTHONPATH"] == f"{ROOT}:/mine"
+    adopting = launch_spec.inherited(foreign["environment"])
+    assert adopting["PYTHONPATH"] == f"{ROOT}:/mine"
+
+
 def test_the_password_of_a_proxy_is_inherited_but_neither_shown_nor_recorded(tmp_path, monkeypatch):
     proxies = {"http_proxy": "http://ann:hun/ter22@proxy:3128", "HTTPS_PROXY": "ann:ter22@proxy:8",
                "no_proxy": "localhost"}  # fmt: skip
