@@ -108,10 +108,10 @@ def _phases(value: Any) -> Phases:
 
 TABLE: tuple[Action, ...] = (
     Action(
-        "dump", "Dump the Python stacks of all ranks that handle SIGUSR1.", ("run",),
+        "dump", "Dump the Python stacks of all instrumented ranks.", ("run",),
         (Argument("rank", "R", _rank, "dump only this rank, counted from 0", required=False),),
         key="D", weight=8, button=True, neutral=True, verb="dump",
-        title="Dump the stacks of all ranks that handle SIGUSR1?",
+        title="Dump the stacks of all instrumented ranks?",
         examples=("dump latest", "dump latest --rank 1"),
     ),
     Action(

@@ -1,4 +1,4 @@
-"""Dumps rank stacks: signals the ranks that catch SIGUSR1, then copies the written stacks."""
+"""Dumps rank stacks: signals the instrumented ranks, then copies the written stacks."""
 
 from __future__ import annotations
 
@@ -53,8 +53,10 @@ def why_not(pid: int) -> str:
         return "has exited"
     if state in "Tt":
         return f"is stopped (SIGSTOP or a debugger) and cannot dump; kill -CONT {pid} resumes it"
-    if not process.catches(pid, signal.SIGUSR1):
-        return "does not catch SIGUSR1 (still starting, or not instrumented) and was not signalled"
+    # A program may use SIGUSR1 itself, for example to save and exit; then it does not catch both.
+    if not all(process.catches(pid, number) for number in (signal.SIGUSR1, LAST_RESORT)):
+        why = "still starting, or not instrumented"
+        return f"does not catch the dump signals ({why}) and was not signalled"
     return ""
 
 
@@ -91,7 +93,7 @@ class Dumps:
         return None
 
     def start(self, run: Path, live: Path | None, alive: Mapping[int, process.Handle]) -> None:
-        """Signals the ranks that catch SIGUSR1, unless a dump is in progress."""
+        """Signals the ranks that can dump, unless a dump is in progress."""
         if self._ranks:
             return
         self._run, self._live = run, live
@@ -142,12 +144,11 @@ class Dumps:
         """Sends `LAST_RESORT`, whose handler needs no GIL, if the rank has not moved since SIGUSR1.
 
         The handler must not read frames while they change. The pulse must therefore be available
-        and unchanged. The process must be in state R or S, and catch both signals.
+        and unchanged. The process must be in state R or S.
         """
         pid, position = each.handle.pid, _position(self._live, each.rank)
         is_still = position is not None and position == each.position
         can_dump = is_still and process.state(pid) in "RS" and not why_not(pid)
-        can_dump = can_dump and process.catches(pid, LAST_RESORT)
         each.used_last_resort = can_dump and each.handle.send(LAST_RESORT)
 
     def _copy(self, each: _RankDump, is_whole: bool) -> None:

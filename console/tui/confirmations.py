@@ -146,7 +146,7 @@ def _of_checkpoint(state: RunState) -> dict[str, str]:
 
 
 def _of_dump(state: RunState) -> dict[str, str]:
-    note = "no rank has called join; a rank that does not handle SIGUSR1 is not signalled"
+    note = "no rank has called join, so no rank is signalled"
     return {"note": note} if is_unjoined(state) else {}
 
 

@@ -172,7 +172,7 @@ def evidence_rows(
 def no_dump(state: RunState) -> str:
     """Returns the sentence on a missing dump; it names the key that dumps, if that key works."""
     if is_unjoined(state):
-        return "no dump; D dumps only ranks that handle SIGUSR1, and no rank has called join"
+        return "no dump; D dumps only instrumented ranks, and no rank has called join"
     works = state.state in LIVE_STATES and state.state != "unsupervised"
     return f"no dump {'yet; D dumps the stacks of the ranks' if works else 'of this run'}"
 

@@ -79,12 +79,12 @@ async def test_no_is_the_default_and_sends_nothing(key, answer):
 async def test_a_question_keeps_its_target_and_takes_no_other_keys():
     asked = Asked()
     async with driven(app_on(recorded.running(), actions=asked)) as (app, pilot):
-        await play(pilot, "D", "…Dump the stacks of all ranks that handle SIGUSR1?")
+        await play(pilot, "D", "…Dump the stacks of all instrumented ranks?")
         other = recorded.running(id="another/0-run", path="/nowhere/another/0-run")
         app.take(dataclasses.replace(app.snapshot, state=other))
         await pilot.press("4", "H", "p")
         assert (app.view_name, app.paused) == ("dashboard", False)
-        await see(pilot, "Dump the stacks of all ranks that handle SIGUSR1?", "1-plumbing")
+        await see(pilot, "Dump the stacks of all instrumented ranks?", "1-plumbing")
         await pilot.press("y")
         await until(pilot, lambda: bool(asked.sent))
         assert asked.sent[0][0] == PATH
@@ -231,9 +231,7 @@ async def test_the_list_of_commands_moves_while_its_field_has_the_focus(down, up
 
 async def test_commands_are_found_by_their_words_and_by_a_click():
     keys = ("colon", "…type words", *"stacks of all", "enter")
-    await played(
-        recorded.running(), *keys, then="Dump the stacks of all ranks that handle SIGUSR1?"
-    )
+    await played(recorded.running(), *keys, then="Dump the stacks of all instrumented ranks?")
     async with driven(app_on(recorded.running())) as (app, pilot):
         await play(pilot, "colon", "…› 1")
         await pilot.click("#reading", offset=(10, 3))
