@@ -224,6 +224,9 @@ class Member:
 class Joined(Member):
     """One rank of a foreign program."""
 
+    pid = 0
+    """The process that has joined a run; a forked child has not joined."""
+
     def __init__(self, run: Path, variables: Mapping[str, str]):
         super().__init__(run, variables)
         self._is_of_torchrun = environ.TORCHRUN_ID in variables
@@ -239,6 +242,7 @@ class Joined(Member):
         self._raised_in = ""
         """The phase in which an exception was raised; "" from the next step or phase on."""
         self.pulse.nonfinite_steps = 0
+        Joined.pid = os.getpid()
         self.start()
         self.record("boot", 0)
         self._ending = Ending()
@@ -329,6 +333,11 @@ class Joined(Member):
                 finite = False
             self.pulse.nonfinite_steps += not finite
 
+    def close(self, step: int, phase: str = "", **figures: Any) -> bool:
+        """Does the same as `Member.close`; nothing is then recorded at the end of the process."""
+        atexit.unregister(self._exit)
+        return super().close(step, phase, **figures)
+
     def _exit(self) -> None:
         """Records the last step if the program is not known to fail, then writes the exit record.
 
@@ -338,7 +347,7 @@ class Joined(Member):
         if not code:
             self._end_step({})
         reason = error or self._reason or ("done" if code == 0 else "")
-        self.close(self._last_step, self._raised_in, reason=reason, exit_code=code)
+        super().close(self._last_step, self._raised_in, reason=reason, exit_code=code)
 
 
 def open_run(run: Path | None = None) -> tuple[Path, dict[str, str]]:
@@ -362,8 +371,11 @@ def open_run(run: Path | None = None) -> tuple[Path, dict[str, str]]:
 def join(run: Path | None = None) -> Joined:
     """Joins the run that the environment names, or `run`. Call `join` once, in the main thread.
 
-    Raises RefusedError if another process, for example the parent of this one, is the same rank.
+    Raises RefusedError if this process has joined a run, or if another process, for example the
+    parent of this one, is the same rank.
     """
+    if Joined.pid == os.getpid():
+        raise RefusedError("this process has already called join; use the result of that call")
     run, variables = open_run(run)
     rank = environ.integer(variables, "RANK", 0)
     try:

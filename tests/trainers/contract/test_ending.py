@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainers.contract.programs import beats, environment
-from trainers.contract import environ, heartbeat, rundir
+from trainers.contract import environ, heartbeat, pulse, rundir
 
 START = """
 import multiprocessing, os, signal, sys, threading, time
@@ -132,6 +132,35 @@ def test_a_spawned_process_cannot_join_as_its_parent(tmp_path):
     log = rundir.rank_log(tmp_path, 1, 0).read_text()
     assert f"another process has joined {tmp_path} as rank 0, for example the parent of" in log
     assert [record["msg"] for record in beats(tmp_path)] == ["boot", "exit"]
+
+
+TWICE = """
+from trainers.contract.errors import RefusedError
+try:
+    join()
+except RefusedError as error:
+    print(error, file=open("refused", "w"))
+"""
+
+
+def test_a_process_joins_only_once(tmp_path):
+    """With two members, record numbers would exist twice, and the gates would be unknown."""
+    words = [sys.executable, "-c", START + TWICE]
+    subprocess.run(words, env=environment(tmp_path), cwd=tmp_path, timeout=150, check=True)
+    assert (tmp_path / "refused").read_text().startswith("this process has already called join")
+    assert [each["msg"] for each in beats(tmp_path)] == ["boot", "progress", "exit"]
+
+
+def test_a_program_that_closes_its_run_itself_has_one_exit_record(tmp_path):
+    live = tmp_path / "live"
+    live.mkdir()
+    words = [sys.executable, "-c", START + "run.close(1, reason='enough')"]
+    subprocess.run(words, env=environment(tmp_path, live), timeout=150, check=True)
+    *_, last = beats(tmp_path)
+    shown = pulse.read(rundir.pulse(live, 0))
+    assert (last["msg"], last["reason"]) == ("exit", "enough")
+    assert shown is not None
+    assert shown.records == last["n"]
 
 
 HANDLES = """
