@@ -129,6 +129,7 @@ class Member:
 
     def _after_fork_in_child(self) -> None:
         self._is_forked = True
+        self.pulse.memory = bytearray(self.pulse.memory[:])  # the file is that of the rank
         if signal.getsignal(signal.SIGTERM) == self._on_signal:
             signal.signal(signal.SIGTERM, self._former.get(signal.SIGTERM) or signal.SIG_DFL)
         self._after_fork()

@@ -86,14 +86,17 @@ def test_sigterm_ends_a_child_that_was_forked_after_join(tmp_path, how):
     check_end(tmp_path, "-c", START + words)
 
 
-def test_the_exit_of_a_forked_child_changes_neither_pulse_nor_dumps_of_its_rank(tmp_path):
+@pytest.mark.parametrize("how", ["in a phase", "after it"])
+def test_a_forked_child_and_its_exit_change_neither_pulse_nor_dumps_of_its_rank(tmp_path, how):
+    """For example, a process that loads data reports the phase `fetch`."""
     live = tmp_path / "live"
     live.mkdir()
     words = """
 from pathlib import Path
 from trainers.contract import pulse, rundir
 if (child := os.fork()) == 0:
-    sys.exit(0)
+    with run.phase("fetch"):
+        os._exit(0) if sys.argv[1] == "in a phase" else sys.exit(0)
 os.waitpid(child, 0)
 live = Path(os.environ["NSA_CONSOLE_LIVE_DIR"])
 Path("phase").write_text(pulse.read(rundir.pulse(live, 0)).phase)
@@ -103,7 +106,7 @@ while not rundir.live_stack(live, 0).stat().st_size and time.monotonic() < deadl
     time.sleep(0.05)
 """
     done = subprocess.run(
-        [sys.executable, "-c", START + words], env=environment(tmp_path, live), cwd=tmp_path,
+        [sys.executable, "-c", START + words, how], env=environment(tmp_path, live), cwd=tmp_path,
         timeout=150,
     )  # fmt: skip
     assert done.returncode == 0
