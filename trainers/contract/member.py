@@ -354,8 +354,9 @@ class Joined(Member):
 def open_run(run: Path | None = None) -> tuple[Path, dict[str, str]]:
     """Returns two values: the run directory of this process, and the environment variables.
 
-    The directory is that of the environment, or else `run`; it is created if needed. Raises
-    UsageError if neither names a directory, and RefusedError if the directory cannot be used.
+    The directory is that of the environment, or else `run`; it is created if needed. Its path is
+    absolute, because a program may change its working directory. Raises UsageError if neither names
+    a directory, and RefusedError if the directory cannot be used.
     """
     variables = environ.snapshot()
     named = variables.get(environ.RUN_DIR)
@@ -365,6 +366,7 @@ def open_run(run: Path | None = None) -> tuple[Path, dict[str, str]]:
         raise UsageError(
             f"no run directory: start this program with nsa-console, or set {environ.RUN_DIR}"
         )
+    run = run.absolute()
     rundir.make_directory(run)
     return run, variables
 

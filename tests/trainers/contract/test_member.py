@@ -247,6 +247,28 @@ def test_a_phase_lasts_as_long_as_its_with_and_has_a_name_of_the_contract(tmp_pa
     assert reason == "UsageError: there is no phase 'evall'; did you mean 'eval'?"
 
 
+MOVES = """
+import os, time
+from trainers.contract.member import join
+run = join()
+os.chdir("elsewhere")
+for step in range(1, 1000):
+    if run.step(step):
+        break
+    if step == 2:
+        open("../here/.HALT", "w")
+    time.sleep(0.02)
+"""
+
+
+def test_a_program_that_changes_its_directory_stays_in_a_run_with_a_relative_path(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    variables = environment(tmp_path) | {environ.RUN_DIR: "here"}
+    words = [sys.executable, "-c", MOVES]
+    subprocess.run(words, env=variables, cwd=tmp_path, timeout=150, check=True)
+    assert beats(tmp_path / "here")[-1]["reason"] == rundir.HALT
+
+
 TIMES = """
 import time
 from trainers.contract.member import join
