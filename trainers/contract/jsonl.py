@@ -43,7 +43,7 @@ def encode(record: Mapping[str, Any]) -> bytes:
     """
     try:
         text = json.dumps(record, separators=(",", ":"), allow_nan=False, default=_foreign)
-    except ValueError:
+    except (TypeError, ValueError):  # TypeError for a key of an unknown type
         text = json.dumps(_plain(record), separators=(",", ":"), allow_nan=False, default=_foreign)
     return text.encode("ascii") + b"\n"
 

@@ -23,6 +23,14 @@ def test_every_float_makes_the_round_trip_and_the_line_is_strict_json(value):
     assert (math.isnan(back) and math.isnan(value)) or back == value
 
 
+def test_keys_that_json_does_not_have_become_text():
+    """For example, `numpy.unique` returns such keys."""
+    found = jsonl.decode(jsonl.encode({"loss": math.nan, "classes": {(1, 2): 3, 4: math.inf}}))
+    assert found == {"loss": "nan", "classes": {"(1, 2)": 3, "4": "inf"}}
+    found = jsonl.decode(jsonl.encode({"classes": {(1, 2): 3}}))
+    assert found == {"classes": {"(1, 2)": 3}}
+
+
 @given(st.lists(st.floats(0, 10), max_size=3000), st.text(max_size=3000))
 @settings(max_examples=60)
 def test_a_line_is_never_longer_than_4_kib_and_stays_a_heartbeat(durations, text):
