@@ -26,6 +26,7 @@ import math
 import operator
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -50,6 +51,8 @@ COUNTING = ("progress", "exit")
 """Records that contain the number of steps with a non-finite loss, if such steps are counted."""
 STEP_PHASES = ("fetch", "forward", "backward", "optimizer", "log", "eval", "save")
 """The phases that a program may report within a step."""
+_RAISED_IN = "_nsa_phase"
+"""The attribute of an exception that names the phase in which it was raised."""
 
 
 class Member:
@@ -240,8 +243,8 @@ class Joined(Member):
         """The time of the evaluations and saves in this step, which is no time of the step."""
         self._reason = ""
         """The reason of a halt, or "" if the rank does not halt."""
-        self._raised_in = ""
-        """The phase in which an exception was raised; "" from the next step or phase on."""
+        self._left_in = ""
+        """The phase in which SystemExit was raised; "" from the next step or phase on."""
         self.pulse.nonfinite_steps = 0
         Joined.pid = os.getpid()
         self.start()
@@ -266,7 +269,7 @@ class Joined(Member):
             return True
         self._last_step, self._last_at, self._in_step = step, time.monotonic(), True
         self._apart_s = 0.0
-        self._raised_in = ""
+        self._left_in = ""
         self.pulse.set(step, "step")
         return False
 
@@ -287,13 +290,16 @@ class Joined(Member):
         """
         if name not in STEP_PHASES:
             raise UsageError(f"there is no phase {name!r}{did_you_mean(name, STEP_PHASES)}")
-        before, self._raised_in = self.pulse.phase, ""
+        before, self._left_in = self.pulse.phase, ""
         self.pulse.set(self._last_step, name)
         began, apart_s = time.monotonic(), self._apart_s
         try:
             yield
-        except BaseException:
-            self._raised_in = self._raised_in or name
+        except SystemExit:  # is not in `sys.last_value`
+            self._left_in = self._left_in or name
+            raise
+        except BaseException as error:  # a reference to it here would keep its frames alive
+            vars(error).setdefault(_RAISED_IN, name)
             raise
         finally:
             if name in ("eval", "save"):  # also replaces the time of such phases within this one
@@ -348,7 +354,9 @@ class Joined(Member):
         if not code:
             self._end_step({})
         reason = error or self._reason or ("done" if code == 0 else "")
-        super().close(self._last_step, self._raised_in, reason=reason, exit_code=code)
+        raised = getattr(sys, "last_value", None)
+        phase = self._left_in if raised is None else vars(raised).get(_RAISED_IN, "")
+        super().close(self._last_step, phase, reason=reason, exit_code=code)
 
 
 def open_run(run: Path | None = None) -> tuple[Path, dict[str, str]]:

@@ -305,7 +305,12 @@ try:
     with run.phase("eval"):
         raise KeyError("caught")
 except KeyError:
-    pass
+    if sys.argv[1] == "raise while handling":
+        raise ValueError("no column")
+if sys.argv[1] == "raise later":
+    raise ValueError("no column")
+if sys.argv[1] == "return":
+    sys.exit(0)
 with run.phase("log"):
     with run.phase("fetch"):
         if sys.argv[1] == "raise":
@@ -319,7 +324,16 @@ if sys.argv[1] == "close":
 
 
 @pytest.mark.parametrize(
-    ("how", "phase"), [("raise", "fetch"), ("leave", "fetch"), ("close", "save"), ("end", None)]
+    ("how", "phase"),
+    [
+        ("raise", "fetch"),
+        ("leave", "fetch"),
+        ("close", "save"),
+        ("end", None),
+        ("raise later", None),
+        ("raise while handling", None),
+        ("return", None),
+    ],
 )
 def test_the_exit_record_has_the_phase_in_which_the_rank_ended(tmp_path, how, phase):
     words = [sys.executable, "-c", ENDS, how]
