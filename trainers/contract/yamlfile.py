@@ -19,13 +19,14 @@ TEXTS = re.compile(r"[-+]?0[0-7_]+|.*:.*")
 def load(path: Path) -> dict[str, Any]:
     """Returns the mapping in a YAML file. Raises UsageError; its message names the file."""
     try:
-        data = path.read_bytes() if path.is_file() else None
+        if not path.is_file():
+            raise UsageError(f"there is no regular file {path}; give the path of a YAML file")
+        with path.open("rb") as file:  # of a checkpoint, only the first bytes are read
+            data = file.read(MAX_BYTES + 1)
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
-    if data is None:
-        raise UsageError(f"there is no regular file {path}; give the path of a YAML file")
     if len(data) > MAX_BYTES:
-        raise UsageError(f"{path} has {len(data)} bytes; the limit is {MAX_BYTES}")
+        raise UsageError(f"{path} has more than {MAX_BYTES} bytes; give the path of a YAML file")
     return parse(data, str(path))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from datetime import date
 from pathlib import Path
 
@@ -116,6 +117,14 @@ def test_yaml_tricks_are_refused_by_name(text, words):
     with pytest.raises(UsageError) as caught:
         yamlfile.parse(text, "x.yaml")
     assert words in str(caught.value)
+
+
+def test_a_checkpoint_in_place_of_a_yaml_file_is_refused_without_reading_it(tmp_path):
+    path = tmp_path / "weights.pt"
+    path.touch()
+    os.truncate(path, 1 << 40)
+    with pytest.raises(UsageError, match=r"weights.pt has more than 262144 bytes; give the path"):
+        yamlfile.load(path)
 
 
 def test_numbers_that_only_yaml_1_1_knows_stay_text():
