@@ -243,8 +243,9 @@ class Joined(Member):
         """The time of the evaluations and saves in this step, which is no time of the step."""
         self._reason = ""
         """The reason of a halt, or "" if the rank does not halt."""
-        self._left_in = ""
-        """The phase in which SystemExit was raised; "" from the next step or phase on."""
+        self._raised_in, self._exits = "", False
+        """The phase in which an exception was raised ("" from the next step or phase on), and
+        whether it was SystemExit."""
         self.pulse.nonfinite_steps = 0
         Joined.pid = os.getpid()
         self.start()
@@ -268,8 +269,7 @@ class Joined(Member):
             self.record("halt", self._last_step, reason=self._reason)
             return True
         self._last_step, self._last_at, self._in_step = step, time.monotonic(), True
-        self._apart_s = 0.0
-        self._left_in = ""
+        self._apart_s, self._raised_in = 0.0, ""
         self.pulse.set(step, "step")
         return False
 
@@ -290,16 +290,14 @@ class Joined(Member):
         """
         if name not in STEP_PHASES:
             raise UsageError(f"there is no phase {name!r}{did_you_mean(name, STEP_PHASES)}")
-        before, self._left_in = self.pulse.phase, ""
+        before, self._raised_in = self.pulse.phase, ""
         self.pulse.set(self._last_step, name)
         began, apart_s = time.monotonic(), self._apart_s
         try:
             yield
-        except SystemExit:  # is not in `sys.last_value`
-            self._left_in = self._left_in or name
-            raise
         except BaseException as error:  # a reference to it here would keep its frames alive
             vars(error).setdefault(_RAISED_IN, name)
+            self._raised_in, self._exits = self._raised_in or name, isinstance(error, SystemExit)
             raise
         finally:
             if name in ("eval", "save"):  # also replaces the time of such phases within this one
@@ -355,7 +353,8 @@ class Joined(Member):
             self._end_step({})
         reason = error or self._reason or ("done" if code == 0 else "")
         raised = getattr(sys, "last_value", None)
-        phase = self._left_in if raised is None else vars(raised).get(_RAISED_IN, "")
+        phase = self._raised_in if code or self._exits else ""
+        phase = phase if raised is None else vars(raised).get(_RAISED_IN, "")
         super().close(self._last_step, phase, reason=reason, exit_code=code)
 
 

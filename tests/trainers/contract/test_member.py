@@ -309,8 +309,8 @@ except KeyError:
         raise ValueError("no column")
 if sys.argv[1] == "raise later":
     raise ValueError("no column")
-if sys.argv[1] == "return":
-    sys.exit(0)
+if sys.argv[1] in ("0", "1"):
+    sys.exit(int(sys.argv[1]))
 with run.phase("log"):
     with run.phase("fetch"):
         if sys.argv[1] == "raise":
@@ -332,7 +332,8 @@ if sys.argv[1] == "close":
         ("end", None),
         ("raise later", None),
         ("raise while handling", None),
-        ("return", None),
+        ("0", None),
+        ("1", "eval"),
     ],
 )
 def test_the_exit_record_has_the_phase_in_which_the_rank_ended(tmp_path, how, phase):
