@@ -16,9 +16,7 @@ from typing import Any
 from console.sources.accumulators import Figures, Live, Overflows, Peak, Step, cut, worst
 from trainers.contract import heartbeat, jsonl
 
-MAX_ATTEMPTS = 1000
-KEPT_MISSING = 16
-FIRST_LOSSES = 5
+MAX_ATTEMPTS, KEPT_MISSING, FIRST_LOSSES = 1000, 16, 5
 LAST_STEPS, KEPT_STEPS, KEPT_RECORDS, KEPT_CHECKPOINTS = 50, 128, 256, 64
 LIVE_STEPS = (100, 500, 1000, 5000)
 """Steps at which the values of `FIGURES` are stored for the gates."""
@@ -105,12 +103,15 @@ class AttemptTotals:
     """True if the newest progress record has no loss."""
     overflows: Overflows = field(default_factory=Overflows)
     mono: float = -math.inf
+    ts: float = 0.0
 
-    def has(self, number: int, mono: float | None) -> bool:
+    def has(self, number: int, mono: float | None, ts: float) -> bool:
         """Returns whether a record was added before; the records of a replaced file come twice."""
-        return 1 <= number <= self.last and mono is not None and mono <= self.mono
+        # A new record of another boot or host may have a smaller `mono`, but has a later `ts`.
+        is_known = mono is not None and mono <= self.mono and ts <= self.ts
+        return is_known and 1 <= number <= self.last
 
-    def add(self, record: Record, number: int, mono: float | None) -> None:
+    def add(self, record: Record, number: int, mono: float | None, ts: float) -> None:
         """Adds a record of any kind, except the figures of a progress record."""
         step, msg = record["step"], record["msg"]
         if number < 1:
@@ -124,8 +125,7 @@ class AttemptTotals:
             self.last = number
         if self.exit is not None:
             self.trouble = self.trouble or "a record follows its exit record"
-        if mono is not None and mono > self.mono:
-            self.mono = mono
+        self.mono, self.ts = max(self.mono, mono or -math.inf), max(self.ts, ts)
         if msg not in OF_EARLIER_STEPS:
             self.at = step
         elif msg == "checkpoint":
@@ -239,13 +239,14 @@ class RankTotals:
                 return True
             part = self.attempts[attempt] = AttemptTotals()
         number, mono = jsonl.integer(record, "n") or 0, jsonl.number(record, "mono")
-        if part.has(number, mono):
+        ts = jsonl.number(record, "ts") or 0.0
+        if part.has(number, mono, ts):
             return False
         if attempt < self.newest:
             part.trouble = part.trouble or f"a record follows the records of attempt {self.newest}"
             return True
         self.newest = attempt
-        part.add(record, number, mono)
+        part.add(record, number, mono, ts)
         if record["msg"] == "resume":
             self.loads += attempt > 1 and record["step"] > 0 and part.start is None
             self._begin(part, record["step"] + 1)

@@ -86,10 +86,13 @@ class LatestRecords:
             self.totals.reason = self.totals.reason or jsonl.text(record, "reason")[:80]
 
     def has(self, record: Record) -> bool:
-        """Returns whether a record was added before, according to its number and `mono` time."""
+        """Returns whether a record was added before, as in `AttemptTotals.has`."""
         number, newest = (jsonl.integer(each, "n") or 0 for each in (record, self.last))
-        mono, last = (jsonl.number(each, "mono") or 0.0 for each in (record, self.last))
-        return 1 <= number <= newest and mono <= last
+        is_later = any(
+            (jsonl.number(record, name) or 0.0) > (jsonl.number(self.last, name) or 0.0)
+            for name in ("mono", "ts")
+        )
+        return 1 <= number <= newest and not is_later
 
     @property
     def first_step(self) -> int:

@@ -25,7 +25,7 @@ from console.sources.series import PACE_WINDOW, SPANS_S, STEP_WINDOW, Span, Thin
 from console.sources.summary import GpuTotals
 from trainers.contract import heartbeat, jsonl, rundir
 
-VERSION = 7
+VERSION = 8
 """The format of snapshot.json; a reader ignores another version and reads the files instead."""
 HISTORY_BYTES = 4 << 20
 """The most bytes read of a history file and its `.1`; a file of this size is renamed to `.1`."""

@@ -167,6 +167,21 @@ def test_a_second_start_by_hand_with_fewer_ranks_does_not_wait_for_a_rank_of_the
     assert (state.state, state.world) == ("completed", 1)
 
 
+def test_a_second_start_by_hand_after_a_reboot_is_not_a_copy_of_the_first(tmp_path):
+    """Its records have small numbers and small monotonic times, but later clock times."""
+    run = tmp_path / "run"
+    run.mkdir(mode=0o700)
+    for step in range(1, 41):
+        directory.beat(run, 0, step, world=1, ts=time.time() - 86400 + step, mono=3e6 + step)
+    reader = RunSource(run)
+    assert reader.poll().step == 40
+    for number, step in enumerate(range(41, 61), 1):
+        ts = time.time() - 21 + number
+        directory.beat(run, 0, step, world=1, n=number, ts=ts, mono=500.0 + number)
+    assert (reader.poll().step, RunSource(run).poll().step) == (60, 60)
+    assert offline.diagnosis(run).outlook == "no stall"
+
+
 def test_a_plan_that_waits_for_its_operator_says_so(tmp_path):
     launch = directory.launch(tmp_path)
     directory.run(launch / "0-first", state="completed")

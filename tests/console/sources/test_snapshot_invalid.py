@@ -86,6 +86,24 @@ def test_a_duplicate_line_changes_nothing(run):
     assert is_used(run)
 
 
+def test_a_copied_file_changes_no_total_and_no_head_after_a_clock_step_and_a_reboot(run):
+    starts = ((0.0, 3e6), (-7200.0, 3e6 + 10), (86400.0, 500.0))
+    for start, (ts, mono) in enumerate(starts):
+        for n in range(1, 6):
+            times = {"ts": 1.8e9 + ts + n, "mono": mono + n}
+            directory.beat(run, 0, 5 * start + n, n=n, **times)
+    path, observer = rundir.heartbeat(run, 0), Observer(run)
+    observer.read()
+    before = deepcopy((observer.reducer.summary.ranks, observer.reducer.heads(1)[0]))
+    assert (before[0][0].progress, before[1].step) == (15, 15), "each start by hand is counted"
+    copy = path.with_name("copy")
+    copy.write_bytes(path.read_bytes())
+    copy.replace(path)
+    observer.save()
+    assert (observer.reducer.summary.ranks, observer.reducer.heads(1)[0]) == before
+    assert is_used(run)
+
+
 def test_a_truncated_file_is_followed(run):
     prepared(run)
     path, observer = rundir.heartbeat(run, 0), Observer(run)
