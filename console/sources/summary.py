@@ -48,15 +48,20 @@ class GpuTotals:
     newest: tuple[int, float, int] | None = None
     """Attempt, monotonic time and step of the newest sample whose ranks were all in a step."""
     mono: float = -math.inf
-    """The monotonic time of the newest sample."""
+    """The monotonic time of the newest sample; it may be smaller in a later attempt, after a boot."""
+    attempt: int = 0
+    """The attempt of the newest sample."""
 
     def add(self, sample: Record) -> None:
         """Adds a sample. A sample without an attempt, or not newer than the others, is ignored."""
         mono, attempt = jsonl.number(sample, "mono"), jsonl.integer(sample, "attempt")
-        if mono is None or attempt is None or not self.mono < mono < math.inf:
+        if mono is None or attempt is None or mono == math.inf:
             return
-        before, self.mono = self.mono, mono
+        if (attempt, mono) <= (self.attempt, self.mono):
+            return
+        before, self.attempt, self.mono = self.mono, attempt, mono
         last, since_s = self.newest or (0, math.nan, 0), mono - before
+        since_s = since_s if since_s > 0 else math.inf  # a boot is between the two samples
         was_stepping = last[1] == before
         pulses = [jsonl.mapping(each, "pulse") for each in jsonl.entries(sample, "ranks")]
         if not pulses or any(jsonl.text(each, "phase") not in STEPPING for each in pulses):
@@ -67,7 +72,7 @@ class GpuTotals:
             return
         step = min(jsonl.integer(each, "step") or 0 for each in pulses)
         self.newest = attempt, mono, step
-        if not was_stepping and since_s > NEAR_S:
+        if since_s == math.inf or (not was_stepping and since_s > NEAR_S):
             return
         is_same = was_stepping and attempt == last[0]
         self._take(sample, since_s, is_same)

@@ -184,6 +184,24 @@ def test_a_gpu_without_a_number_does_not_count_as_gpu_0():
     assert result(found, gpu_util_above_pct=80).result == "unknown"
 
 
+def test_the_use_of_gpus_includes_the_samples_after_a_reboot():
+    first = attempt(1, range(1, 501), exit_code=None, **FIGURES)
+    found = summed(first, attempt(2, range(501, 1001), **FIGURES))
+    found.take_end(1, 0, first.pulse(500))
+    one = [{"index": 0, "state": "ok", "util_pct": 96.0}]
+    samples = []
+    for number, steps, mono in ((1, range(1, 501), 3e6), (2, range(501, 1001), 300.0)):
+        for step in steps:
+            ranks = [{"pulse": {"phase": "forward", "step": step}}]
+            sample = {"mono": mono + step, "attempt": number, "gpus": one, "ranks": ranks}
+            samples.append(sample)
+    for sample in (*samples, *samples[-9:], *samples[490:500]):  # the last ones are copies
+        found.gpus.add(sample)
+    gate = result(found, gpu_util_above_pct=80)
+    assert (gate.result, gate.value) == ("pass", pytest.approx(96, abs=1)), gate
+    assert "0% of it without a sample" in gate.window, gate
+
+
 def test_gates_over_files_and_samples_find_their_planted_fault():
     found = with_files(saved(), use_pct=50.0)
     assert result(found, gpu_util_above_pct=80).result == "fail"
