@@ -329,7 +329,7 @@ def logs(options: argparse.Namespace) -> int:
                     text = f"{line.source:<8} {line.text}"
                     show(options.json, {"source": line.source, "text": line.text}, [text])
         if changed:
-            reader = LogSource(run.run_path, state.attempt)
+            reader = reader.next(run.run_path, state.attempt)
         elif over:
             return 0
         else:

@@ -164,6 +164,13 @@ class LogSource:
         self._unordered: set[str] = set()
         """The sources of lines since this time."""
 
+    def next(self, run: Path, attempt: int) -> LogSource:
+        """Returns the source of a later attempt or run; it has only new events of the same run."""
+        later = LogSource(run, attempt, self._skips)
+        if run == self.run:
+            later._events, later._last_event = self._events, self._last_event
+        return later
+
     def poll(self, over: bool = False) -> list[LogLine]:
         """Returns the new lines of all logs without blank lines; `over` as in `Log.poll`.
 

@@ -221,3 +221,24 @@ def test_followed_logs_go_on_with_the_next_phase(tmp_path):
         assert nsa_console("logs", launch) == (0, last, "")
     finally:
         process.kill()
+
+
+def test_followed_logs_print_an_event_once_although_a_restart_follows(tmp_path):
+    run = directory.run(directory.launch(tmp_path) / "0-first")
+    directory.event(run, "alert", text="the first event")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "console", "logs", str(run), "-f"],
+        stdout=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
+    try:
+        assert "the first event" in process.stdout.readline()
+        log = rundir.rank_log(run, 2, 0)
+        log.parent.mkdir(parents=True)
+        log.write_text("words of attempt 2\n")
+        directory.event(run, "attempt", text="attempt 2 begins")
+        directory.change(run / rundir.SUPERVISOR, attempt=2, state="completed")
+        told = process.communicate(timeout=HANG_GUARD_S)[0]
+        assert told.count("words of attempt 2") == told.count("attempt 2 begins") == 1, told
+        assert "the first event" not in told
+    finally:
+        process.kill()
