@@ -13,7 +13,7 @@ from pathlib import Path
 from console.model import ALL_SOURCES, LogLine
 from console.sources.process import command
 from console.sources.record_files import rotated_log
-from console.sources.sanitize import clean
+from console.sources.sanitize import MAX_CHARS, clean
 from console.sources.tail import READ_CHUNK_BYTES, Tail
 from console.status_text import clock, size
 from trainers.contract import jsonl, rundir
@@ -150,7 +150,7 @@ def _skipped(skipped_bytes: int) -> str:
 class LogSource:
     """The logs of one attempt, as `r0`, `r1`, …, `torchrun`, and the events of the run as `sup`.
 
-    With `skips`, long logs and events are not read completely, as in `Log`.
+    With `skips`, long logs and events are not read completely, as in `Log`, and long lines are cut.
     """
 
     def __init__(self, run: Path, attempt: int = 1, skips: bool = False):
@@ -188,9 +188,10 @@ class LogSource:
             if line := _event_line(record, self._last_event):
                 fresh.append(line)
             self._last_event = record
+        most = MAX_CHARS if self._skips else MAX_LINE_BYTES + BACKLOG_BYTES
         for file in self._files.values():
             for raw in file.poll(over):
-                text = clean(raw[:MAX_LINE_BYTES].decode("utf-8", "replace"))
+                text = clean(raw.decode("utf-8", "replace"), most)
                 if text.strip():
                     fresh.append(LogLine(file.source, text))
         self._unordered |= {line.source for line in fresh}

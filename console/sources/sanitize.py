@@ -23,16 +23,12 @@ def clean(text: str, limit: int = MAX_CHARS) -> str:
     Removes escape sequences, direction marks, zero-width spaces and joiners, Unicode line
     separators and trailing line breaks. Replaces a tab by spaces, and any other control character
     by "�". The result has at most `limit` characters; an ellipsis usually marks a cut. If carriage
-    returns overwrite the line, as a progress bar does, only the last text remains. A text of more
-    than 4 × `limit` characters is cut to this length first.
+    returns overwrite the line, as a progress bar does, only the last text remains. Of a longer text
+    than 4 × `limit` characters, only this length is read.
     """
     if len(text) <= limit and text.isascii() and text.isprintable():
         return text
-    if len(text) > 4 * limit:
-        text = text[: 4 * limit]
-    text = text.rstrip("\r\n")
-    if "\r" in text:
-        text = text.rpartition("\r")[2] or text
+    text = text.rstrip("\r\n").rpartition("\r")[2][: 4 * limit]
     text = _ESCAPES.sub("", text) if "\x1b" in text else text
     text = text.translate(_TABLE)
     text = text.encode("utf-8", "replace").decode("utf-8") if not text.isascii() else text

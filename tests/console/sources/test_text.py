@@ -41,6 +41,7 @@ def test_no_control_character_remains(text):
         ("\x1b]52;c;aGk=\x07after", "after"),
         ("\x1b]0;title\x1b\\after", "after"),
         ("10 %\r50 %\r100 %\r\n", "100 %"),
+        ("".join(f"\r{i} %{'#' * 90}" for i in range(200)) + "\rterminate called", "terminate called"),
         ("[bold]not markup[/bold]", "[bold]not markup[/bold]"),
         ("a\tb", "a    b"),
         ("\x9b31mC1", "�31mC1"),
@@ -50,6 +51,17 @@ def test_no_control_character_remains(text):
 )
 def test_known_tricks_become_plain_text(raw, shown):
     assert clean(raw) == shown
+
+
+def test_the_last_words_after_a_long_progress_bar_are_read_whole(tmp_path):
+    bar = "".join(f"\r{i} %{'#' * 90}" for i in range(2000))
+    log = rundir.rank_log(tmp_path, 1, 0)
+    log.parent.mkdir(parents=True)
+    log.write_text(f"{bar} terminate called\n{'y' * 5000} the end\n")
+    for skips in (False, True):
+        bar, long = (line.text for line in LogSource(tmp_path, skips=skips).poll())
+        assert bar == f"1999 %{'#' * 90} terminate called"
+        assert long.endswith("…" if skips else " the end")
 
 
 def test_a_dump_names_its_threads_and_frames():
