@@ -199,13 +199,15 @@ def _gates(phases: Sequence[Phase]) -> Iterator[str]:
 
 
 def _stalls(phases: Sequence[Phase]) -> Iterator[str]:
-    """Yields the last verdict on each stall; of each phase, only the newest verdicts are read."""
-    rows = (
-        (each.name, _utc(found.ts), found.of_past().sentence,
-         _utc(found.end_ts) if found.end_ts else None, found.end)
-        for each in phases for found in reversed([*verdicts.stored(each.path)])
-        if found.end != verdicts.REPLACED
-    )  # fmt: skip
+    """Yields the last verdict on each stall, from the newest `MAX_ROWS` verdicts of each phase."""
+    rows: list[Sequence[object]] = []
+    for each in phases:
+        stored = [*verdicts.stored(each.path, MAX_ROWS + 1)]
+        if len(stored) > MAX_ROWS:
+            rows.append((each.name, "", "older verdicts are left out", "", ""))
+        rows += [(each.name, _utc(found.ts), found.of_past().sentence,
+                  _utc(found.end_ts) if found.end_ts else None, found.end)
+                 for found in reversed(stored[:MAX_ROWS]) if found.end != verdicts.REPLACED]  # fmt: skip
     yield from _table("Stalls", ("phase", "time (UTC)", "verdict", "ended (UTC)", "end"), rows)
 
 
@@ -339,7 +341,10 @@ def _notes(source: RunSource, phases: Sequence[Phase]) -> Iterator[str]:
                 at, text = jsonl.number(event, "ts") or 0.0, jsonl.text(event, "text")
                 rows.append((folder.name, _utc(at), by, kind, text))
     head = ("in", "time (UTC)", "by", "kind", "text")
-    yield from _table("Notes and requests", head, rows[-MAX_ROWS:])
+    if len(rows) > MAX_ROWS:
+        left = len(rows) - MAX_ROWS + 1
+        rows = [("", "", "", "", f"{left:,} rows before the next row are left out"), *rows[left:]]
+    yield from _table("Notes and requests", head, rows)
 
 
 def _not_measured(phases: Sequence[Phase]) -> Iterator[str]:

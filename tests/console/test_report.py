@@ -114,6 +114,36 @@ def test_a_report_has_the_last_verdict_on_each_stall(launch, capsys):
     ]
 
 
+def test_a_report_has_earlier_stalls_although_the_cause_of_a_later_one_changed_often(
+    launch, capsys, monkeypatch
+):
+    run = recorded(launch)
+    say(run, 1e9, "sleep", sentence="rank 5 sleeps", end="the ranks step again", end_ts=1e9 + 9)
+    for second in range(9):
+        say(run, 1e9 + 60 + second, "lock", sentence=f"cause {second}", end=REPLACED)
+    say(run, 1e9 + 70, "lock", sentence="rank 0 waits for a lock")
+    stalls = said(capsys, "report", launch)[1].partition("## Stalls")[2].partition("##")[0]
+    assert [word in stalls for word in ("rank 5 sleeps", "cause 8", "waits for a lock")] == [
+        True, False, True,
+    ]  # fmt: skip
+    assert "left out" not in stalls
+    monkeypatch.setattr(report, "MAX_ROWS", 10)
+    stalls = said(capsys, "report", launch)[1].partition("## Stalls")[2].partition("##")[0]
+    assert "rank 5 sleeps" not in stalls
+    assert "| 0-first |  | older verdicts are left out |  |  |" in stalls
+
+
+def test_a_report_says_how_many_rows_of_notes_are_left_out(launch, capsys, monkeypatch):
+    run = recorded(launch)
+    for number in range(30):
+        directory.event(run, "note", by="bob@host", text=f"note {number}", ts=1e9 + number)
+    monkeypatch.setattr(report, "MAX_ROWS", 25)
+    notes = said(capsys, "report", launch)[1].partition("## Notes and requests")[2]
+    rows = notes.partition("\n\n##")[0].splitlines()[4:]
+    assert rows[0] == "|  |  |  |  | 7 rows before the next row are left out |"
+    assert (len(rows), "note 6 |" in rows[1], "note 29 |" in rows[-1]) == (25, True, True), rows
+
+
 def test_figures_of_an_ended_run_say_when_and_up_to_which_step_they_were_measured(launch, capsys):
     run = recorded(launch)
     directory.sample(run, ts=1e9)
