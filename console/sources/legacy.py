@@ -6,7 +6,9 @@ measured wrongly are left out.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import itertools
+import re
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ WRONG = ("grad_norm",)
 OWN_DUMP = "watchdog_dump"
 """A record of the legacy watchdog; its step 0 does not show progress of the training."""
 HEAD_BYTES = 1 << 16
+_PID = re.compile(rb'"pid": ?([0-9]{1,9})[,}]')
 CSV_COLUMNS = ("step", "loss", "lr", "toks_per_s")
 """Columns of a legacy training.csv, which has no header."""
 
@@ -39,17 +42,22 @@ def is_legacy(run: Path) -> bool:
 def tail(run: Path, rank: int, recent_bytes: int | None) -> Tail:
     """Returns a `Tail` of one rank's heartbeat file; restarts append to the same file.
 
-    `recent_bytes` has the same meaning as in `Tail`; attempts are counted from the place
-    where reading starts.
+    `recent_bytes` has the same meaning as in `Tail`. Of the left out bytes, only the processes are
+    read, so that each rank has the same number of attempts.
     """
-    return Tail(rundir.heartbeat(run, rank), _Heartbeats(rank).record, recent_bytes)
+    path = rundir.heartbeat(run, rank)
+    left_out = b""
+    if recent_bytes is not None and (size_bytes := jsonl.size_bytes(path)) > recent_bytes:
+        left_out = jsonl.read_bytes(path, size_bytes - recent_bytes, 0)
+    pids = [int(pid) for pid, _ in itertools.groupby(_PID.findall(left_out))]
+    return Tail(path, _Heartbeats(rank, pids).record, recent_bytes)
 
 
 class _Heartbeats:
-    """Converts one rank's records and counts its attempts."""
+    """Converts one rank's records and counts its attempts; `pids` are the earlier processes."""
 
-    def __init__(self, rank: int):
-        self._rank, self._attempt, self._pid = rank, 0, -1
+    def __init__(self, rank: int, pids: Sequence[int]):
+        self._rank, self._attempt, self._pid = rank, len(pids), [-1, *pids][-1]
 
     def record(self, record: dict[str, Any]) -> dict[str, Any] | None:
         """Returns a record of the run contract, or None for `OWN_DUMP` or an invalid record."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import shutil
 import time
@@ -14,6 +15,7 @@ from console import status_text
 from console.sources import liveness
 from console.sources.json_documents import Document
 from console.sources.run import RunSource
+from console.sources.run_records import RECENT_BYTES
 from tests.console.sources import directory
 from trainers.contract import rundir
 from trainers.contract.pulse import PulseWriter
@@ -84,6 +86,23 @@ def test_a_directory_of_a_legacy_run_opens_with_the_values_that_it_has(tmp_path)
         stream.write(again)
     state = RunSource(path).poll()
     assert (state.attempt, state.step) == (2, 7)
+
+
+def test_each_rank_of_a_legacy_run_has_its_attempts_although_only_the_ends_are_read(tmp_path):
+    """The second start is in the end of the shorter file only."""
+    path = directory.legacy(tmp_path / "old", 60, 5)
+    for rank, padding in ((0, "x" * 200), (1, "")):
+        lines = rundir.heartbeat(path, rank).read_text()
+        for pid in (22412, 22413):
+            for step in range(1, 1301):
+                record = {"ts": time.time(), "pid": pid, "rank": rank, "step": step, "msg": "beat"}
+                lines += json.dumps(record | {"more": padding}) + "\n"
+        rundir.heartbeat(path, rank).write_text(lines)
+    halves = [rundir.heartbeat(path, rank).stat().st_size // 2 for rank in (0, 1)]
+    assert halves[1] < RECENT_BYTES - 1000 < RECENT_BYTES + 1000 < halves[0]
+    for reads in ("recent", "all"):
+        state = RunSource(path, reads=reads).poll()
+        assert (state.attempt, [rank.rank for rank in state.ranks]) == (2, [0, 1]), reads
 
 
 def second_phase(launch):
