@@ -40,7 +40,7 @@ class Chart:
     is_over: bool = False
     """True after the end of the run, and for a chart of ranks or GPUs without a present value."""
     old_s: float = OLD_S
-    """The title shows the age of the newest value if another chart is newer by more than this."""
+    """The title shows the age of the newest value if it is above this."""
 
     @property
     def unit_word(self) -> str:

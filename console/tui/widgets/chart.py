@@ -32,12 +32,13 @@ Window = tuple[float, int]
 def chart_rows(
     chart: Chart, series: Mapping[str, Points], window: Window, width: int, height: int,
     mode: Mode, at: float | None = None, selected: bool = False, former: Curves | None = None,
+    now: float = 0.0,
 ) -> list[Row]:  # fmt: skip
     """Returns the title, the body with its value axis and, if there is room, the time axis.
 
     Without data or room, returns only the title. `at` is the time of the crosshair, or None if
     there is no crosshair. `MARK` is before the title of the `selected` chart. `former` has the
-    curves of the former drawing.
+    curves of the former drawing. At `now`, a value may be old although no series has a newer one.
     """
     title = MARK * selected + chart.title
     held = [points for name in chart.names if (points := series.get(name))]
@@ -52,7 +53,7 @@ def chart_rows(
     low, high = chartmath.bounds(chartmath.merge(curves), chart.from_zero)
     high = max(high, LEAST_HIGH.get(chart.unit, high))
     detail = " ".join(filter(None, (chart.unit_word, _window_words(span, width))))
-    note = _note(chart, series, width, width - len(f"{title} {detail} ─ "))
+    note = _note(chart, series, now, width, width - len(f"{title} {detail} ─ "))
     if len(f"{title} {detail} ─ {note}") > width:
         detail = chart.unit_word
     rows = [rule(title, width, note, selected, detail=detail)]
@@ -86,14 +87,16 @@ def _window_words(span: int, width: int) -> str:
     return f"[{size} {unit}]" if width >= WIDE else f"[{size}{unit[0]}]"
 
 
-def _note(chart: Chart, series: Mapping[str, Points], width: int, most: int) -> str:
+def _note(
+    chart: Chart, series: Mapping[str, Points], at: float, width: int, most: int
+) -> str:  # fmt: skip
     """Returns the newest value, or for several series the range of the newest values.
 
     For layers, returns the mean and the lowest mean of a layer; the number of this layer is left
     out if the text would have more than `most` characters. For a chart of ranks or GPUs that
     `is_over`, returns "–" as the value. If the newest value is old, its age comes first.
     """
-    old, wide = _old(chart, series), width >= WIDE
+    old, wide = _old(chart, series, at), width >= WIDE
     now = old or ("last " if chart.is_over else "now ") * wide
     newest = {name: points[-1][1] for name, points in series.items() if points}
     values = [newest[name] / chart.scale for name in chart.names if name in newest]
@@ -113,9 +116,13 @@ def _note(chart: Chart, series: Mapping[str, Points], width: int, most: int) -> 
     return now + (f"{high} each" if low == high else f"{low} to {high}")
 
 
-def _old(chart: Chart, series: Mapping[str, Points]) -> str:
-    """Returns by how much this chart is older than another, if by more than `old_s`, or ""."""
+def _old(chart: Chart, series: Mapping[str, Points], now: float) -> str:
+    """Returns the age of the newest value if it is above `old_s`, or "".
+
+    After the end of the run, the age is that at the newest value of all charts.
+    """
     newest = max((points[-1][0] for points in series.values() if points), default=0.0)
+    newest = newest if chart.is_over else max(newest, now)
     own = max((series[name][-1][0] for name in chart.names if series.get(name)), default=newest)
     return f"{fmt.age(newest - own)} old: " if newest - own > chart.old_s else ""
 
@@ -166,7 +173,7 @@ def zoomed_rows(
     """
     parts = part_rows(chart, series, at, width, height // 3)
     height -= 1 + len(parts)
-    rows = chart_rows(chart, series, window, width, height, mode, at, former=former)
+    rows = chart_rows(chart, series, window, width, height, mode, at, former=former, now=now)
     return [*rows, _reading(chart, series, at, now), *parts]
 
 
@@ -262,7 +269,7 @@ class ChartPanel(Panel):
         self.window = window = chartmath.window(first, last, self.span_s)
         ages = int(snapshot.now) if self.zoomed else 0
         marks = [(len(p), p[-1]) for p in points]
-        old = _old(chart, series)
+        old = _old(chart, series, snapshot.now)
         mark = (chart, window, width, height, self.selected, self.zoomed, self.at, ages, marks, old)
         if mark == self._mark:
             return self._drawn
@@ -270,7 +277,9 @@ class ChartPanel(Panel):
         given = chart, series, window, width, height, self.mode
         self._drawn = (
             zoomed_rows(*given, self.at, snapshot.now, self._curves) if self.zoomed
-            else chart_rows(*given, selected=self.selected, former=self._curves)
+            else chart_rows(
+                *given, selected=self.selected, former=self._curves, now=snapshot.now
+            )
         )  # fmt: skip
         return self._drawn
 

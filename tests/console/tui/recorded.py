@@ -210,8 +210,9 @@ class Recorded:
         self.launch_path, self.summary = None, None
         self.series = Series()
         self.polls = 0
+        now = time.time()
         for second in range(120):
-            at = NOW - 120 + second
+            at = now - 120 + second
             self.series.add("", at, measured(states[-1], second))
 
     def poll(self) -> RunState:

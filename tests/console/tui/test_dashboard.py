@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import time
 
 import pytest
 from hypothesis import given
@@ -60,9 +61,9 @@ async def test_the_first_screen_has_the_charts_that_the_records_allow(kind, size
 @pytest.mark.parametrize("size", SIZES, ids=str)
 async def test_charts_have_one_time_axis_and_old_values_have_their_age(size):
     app = app_on(recorded.running())
-    series = app.feed._open(None).series
+    series, now = app.feed._open(None).series, time.time()
     for second in range(0, 100, 2):
-        series.add("", NOW + second, {"cpu_pct:0": 96.0, "rss_mib:0": 1240.0})
+        series.add("", now + second, {"cpu_pct:0": 96.0, "rss_mib:0": 1240.0})
     async with driven(app, size) as (_, pilot):
         shown = await charted(pilot)
         assert re.search(r"utilisation CPU % \[5m] ─* 96% to 97%", shown), shown
@@ -141,6 +142,15 @@ def test_the_dashboard_fills_its_height_whatever_it_is(width, height, ranks, ava
     assert height - now.top - now.log >= rows * LEAST_CHART
 
 
+@pytest.mark.parametrize(("state", "note"), [("running", "16m old: 2.30"), ("halted", "last 2.30")])
+def test_a_zoomed_chart_shows_the_age_of_its_newest_value(state, note):
+    series = {"loss": ((NOW - 990, 2.5), (NOW - 960, 2.3))}
+    (chart,) = charts.of_run(recorded.running(state=state), series, ["loss"])
+    window = chartmath.window(NOW - 990, NOW - 960)
+    title = text_of(zoomed_rows(chart, series, window, 80, 20, "braille", None, NOW)[0])
+    assert title.endswith(f"─ {note}"), title
+
+
 @pytest.mark.parametrize("size", [(20, 5), (80, 20), (200, 50)])
 @pytest.mark.parametrize("chart", charts.CATALOG, ids=lambda chart: chart.title)
 def test_a_zoomed_chart_fits_its_size_with_any_number_of_parts(chart, size):
@@ -191,9 +201,9 @@ def test_eight_ranks_leave_room_for_four_charts_on_the_smallest_screen():
 
 async def test_charts_whose_series_begin_at_different_times_have_one_time_axis():
     app = app_on(recorded.running())
-    series = app.feed._open(None).series
+    series, now = app.feed._open(None).series, time.time()
     for second in range(-400, 0, 2):
-        series.add("", NOW + second, {"cpu_pct:0": 96.0, "rss_mib:0": 1240.0})
+        series.add("", now + second, {"cpu_pct:0": 96.0, "rss_mib:0": 1240.0})
     async with driven(app) as (_, pilot):
         await charted(pilot)
         shown = [panel for panel in app.dashboard.panels if panel.display]
