@@ -205,9 +205,11 @@ def _stalls(phases: Sequence[Phase]) -> Iterator[str]:
         stored = [*verdicts.stored(each.path, MAX_ROWS + 1)]
         if len(stored) > MAX_ROWS:
             rows.append((each.name, "", "older verdicts are left out", "", ""))
-        rows += [(each.name, _utc(found.ts), found.of_past().sentence,
-                  _utc(found.end_ts) if found.end_ts else None, found.end)
-                 for found in reversed(stored[:MAX_ROWS]) if found.end != verdicts.REPLACED]  # fmt: skip
+        rows += [
+            (each.name, _utc(found.ts), found.of_past().sentence,
+             _utc(found.end_ts) if found.end_ts else None, found.end)
+            for found in reversed(stored[:MAX_ROWS]) if found.end != verdicts.REPLACED
+        ]  # fmt: skip
     yield from _table("Stalls", ("phase", "time (UTC)", "verdict", "ended (UTC)", "end"), rows)
 
 

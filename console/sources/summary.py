@@ -48,7 +48,7 @@ class GpuTotals:
     newest: tuple[int, float, int] | None = None
     """Attempt, monotonic time and step of the newest sample whose ranks were all in a step."""
     mono: float = -math.inf
-    """The monotonic time of the newest sample; it may be smaller in a later attempt, after a boot."""
+    """The monotonic time of the newest sample. It is small again after a boot."""
     attempt: int = 0
     """The attempt of the newest sample."""
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 
-from console.sources.series import Bin, Point, Points
+from console.sources.series import Band, Bin, Points
 from console.status_text import clock
 from console.tui import chartmath
 from console.tui import format as fmt
@@ -22,8 +23,8 @@ AXIS_HEIGHT = 7
 WIDE = 50
 LEAST_HIGH = {"share": 0.1, "%": 100.0}
 """The smallest value at the upper end of the value axis, by unit."""
-PART, PART_BAR = 35, 12
-"""Width in cells of one entry in the list below a zoomed chart, and of the bar in the entry."""
+PART, PART_BAR, PART_WORDS = 39, 12, 16
+"""Widths in cells: one entry in the list below a zoomed chart, and its bar and values."""
 HINT = "← → read values   [ ] time span   z or esc all charts"
 Window = tuple[float, int]
 """Start (unix s) and length (s) of the time that a chart shows."""
@@ -98,15 +99,14 @@ def _note(
     """
     old, wide = _old(chart, series, at), width >= WIDE
     now = old or ("last " if chart.is_over else "now ") * wide
-    newest = {name: points[-1][1] for name, points in series.items() if points}
-    values = [newest[name] / chart.scale for name in chart.names if name in newest]
+    values = [value for _, value in _bands(chart, chart.names, series)[1].values()]
     low, high = (scale_label(each(values), chart.unit) for each in (min, max))
     if chart.is_over and chart.measures:
         return f"{old}–"
     if len(values) == 1:
         return now + high
-    if chart.each == "layer" and LOWEST_LAYER in newest:
-        layer = f"{newest[LOWEST_LAYER]:.0f}"
+    if chart.each == "layer" and (layers := series.get(LOWEST_LAYER)):
+        layer = f"{layers[-1][1]:.0f}"
         if wide:
             return f"{now}mean {high}, lowest {low} in layer {layer}"
         if old:
@@ -178,16 +178,15 @@ def zoomed_rows(
 
 
 def _reading(chart: Chart, series: Mapping[str, Points], at: float | None, now: float) -> Row:
-    """Returns time, age and value at the crosshair, or the keys if there is no such value."""
-    held = [nearest(points, at) for name in chart.names if (points := series.get(name))]
-    if at is None or not held:
+    """Returns time, age and values at the crosshair, or the keys if there is no such value."""
+    ts, bands = _bands(chart, chart.names, series, at)
+    if at is None or not bands:
         return ((HINT, "dim"),)
-    values = [value / chart.scale for _, value in held]
-    low, high = (value_words(each(values), chart.unit) for each in (min, max))
-    words = high if low == high else f"{low} to {high}"
-    if chart.each == "layer" and len(values) > 1:
-        words = f"mean {high}, lowest layer {low}"
-    ts = held[0][0]
+    each = [*bands.values()]
+    words = _range_words(min(low for low, _ in each), max(high for _, high in each), chart.unit)
+    if chart.each == "layer" and len(each) > 1:
+        mean, lowest = (_range_words(*band, chart.unit) for band in (each[0], each[-1]))
+        words = f"mean {mean}, lowest layer {lowest}"
     return (clock(ts), "now"), (f"  {fmt.age(now - ts)} ago   ", "dim"), (words, "strong")
 
 
@@ -197,34 +196,64 @@ def value_words(value: float, unit: str) -> str:
     return text if unit in ("s", "share", "%", "GiB", "") else f"{text} {unit}"
 
 
-def nearest(points: Points, at: float | None) -> Point:
-    """Returns the point nearest to a time, or the newest point if the time is None."""
+def _range_words(low: float, high: float, unit: str) -> str:
+    words = value_words(high, unit)
+    return words if value_words(low, unit) == words else f"{fmt.figure(low, unit)} to {words}"
+
+
+def _bands(
+    chart: Chart, names: Sequence[str], series: Mapping[str, Points], at: float | None = None
+) -> tuple[float, dict[str, Band]]:  # fmt: skip
+    """Returns a time and the values of the series then: the newest, or the nearest to `at`.
+
+    A series without a value within `old_s` of this time is left out, as after the loss of a GPU.
+    """
+    held = {name: nearest(points, at) for name in names if (points := series.get(name))}
+    times = [ts for ts, _ in held.values()]
+    newest = max(times, default=0.0)
+    ts = newest if at is None else min(times, key=lambda ts: abs(ts - at), default=newest)
+    return ts, {
+        name: (low / chart.scale, high / chart.scale)
+        for name, (own, (low, high)) in held.items() if abs(own - ts) <= chart.old_s
+    }  # fmt: skip
+
+
+def nearest(points: Points, at: float | None) -> tuple[float, Band]:
+    """Returns the time of a point, and the smallest and largest value at this time.
+
+    An older time has two points (`Series.points`). The point is the nearest to the time `at`, or
+    the newest if `at` is None.
+    """
     index = len(points) if at is None else bisect_left(points, (at,))
     around = points[max(0, index - 1) : index + 1]
-    return around[0] if at is None else min(around, key=lambda point: abs(point[0] - at))
+    ts = around[0][0] if at is None else min((ts for ts, _ in around), key=lambda ts: abs(ts - at))
+    same = points[bisect_left(points, (ts,)) : bisect_right(points, (ts, math.inf))]
+    values = [value for _, value in same]
+    return ts, (min(values), max(values))
 
 
 def part_rows(
     chart: Chart, series: Mapping[str, Points], at: float | None, width: int, height: int
 ) -> list[Row]:
-    """Returns the values of the GPUs, ranks or layers that fit; the lowest layer is marked."""
-    values = {
-        name.partition(":")[2]: nearest(points, at)[1] / chart.scale
-        for name in chart.parts if (points := series.get(name))
-    }  # fmt: skip
-    if not values or height < 2:
+    """Returns the values of the GPUs, ranks or layers that fit; the lowest layer is marked.
+
+    A GPU, rank or layer that has only values of other times has "–".
+    """
+    bands, names = _bands(chart, chart.parts, series, at)[1], [*filter(series.get, chart.parts)]
+    if not bands or height < 2:
         return []
-    _, high = chartmath.bounds([(0.0, max(values.values()))], True)
-    high = max(high, LEAST_HIGH.get(chart.unit, high))
-    lowest = min(values, key=lambda name: values[name]) if chart.each == "layer" else ""
+    _, most = chartmath.bounds([(0.0, max(high for _, high in bands.values()))], True)
+    most = max(most, LEAST_HIGH.get(chart.unit, most))
+    lowest = min(bands, key=lambda name: bands[name]) if chart.each == "layer" else ""
     cells: list[Row] = []
-    for name, value in values.items():
-        style = "warn" if name == lowest else ""
-        bar = "".join(fmt.bar(value / high, PART_BAR))
-        words = value_words(value, chart.unit) + (" ◂" if name == lowest else "")
+    for name in names:
+        style, band = "warn" if name == lowest else "", bands.get(name)
+        bar = "".join(fmt.bar(band[1] / most, PART_BAR)) if band else ""
+        words = _short_range(*band, chart.unit) if band else fmt.DASH
+        words += " ◂" if name == lowest else ""
         cells.append(columns([
-            (f"{chart.each} {name}", 9, style or "dim"), (bar, PART_BAR, style or "data"),
-            (words, 12, style),
+            (f"{chart.each} {name.partition(':')[2]}", 9, style or "dim"),
+            (bar, PART_BAR, style or "data"), (words, PART_WORDS, style),
         ]))  # fmt: skip
     per_row = max(1, width // PART)
     rows = [tuple(span for cell in cells[i : i + per_row] for span in cell)
@@ -233,6 +262,11 @@ def part_rows(
         return rows
     shown = (height - 1) * per_row
     return [*rows[: height - 1], ((f"and {len(cells) - shown} more", "dim"),)]
+
+
+def _short_range(low: float, high: float, unit: str) -> str:
+    short = [scale_label(value, unit) for value in (low, high)]
+    return value_words(high, unit) if short[0] == short[1] else " to ".join(short)
 
 
 class ChartPanel(Panel):

@@ -41,7 +41,10 @@ def test_no_control_character_remains(text):
         ("\x1b]52;c;aGk=\x07after", "after"),
         ("\x1b]0;title\x1b\\after", "after"),
         ("10 %\r50 %\r100 %\r\n", "100 %"),
-        ("".join(f"\r{i} %{'#' * 90}" for i in range(200)) + "\rterminate called", "terminate called"),
+        (
+            "".join(f"\r{i} %{'#' * 90}" for i in range(200)) + "\rterminate called",
+            "terminate called",
+        ),
         ("[bold]not markup[/bold]", "[bold]not markup[/bold]"),
         ("a\tb", "a    b"),
         ("\x9b31mC1", "�31mC1"),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 from console.sources.series import bins
 from console.tui import chartmath
 from console.tui.rows import text_of, width_of
-from console.tui.widgets.chart import Chart, chart_rows, part_rows
+from console.tui.widgets.chart import Chart, chart_rows, part_rows, zoomed_rows
 
 reals = st.floats(allow_nan=False, allow_infinity=False)
 sane = st.floats(-1e150, 1e150)
@@ -152,3 +153,15 @@ def test_the_values_below_a_zoomed_chart_fit_the_width(width):
     chart = Chart("utilisation", names, "%", each="GPU", parts=names)
     rows = part_rows(chart, {name: [(1.0, 51.0)] for name in names}, 1.0, width, 9)
     assert all(width_of(row) <= width for row in rows)
+
+
+@pytest.mark.parametrize("at", [-1.0, 1.0, 4.0])
+def test_the_crosshair_reads_the_lowest_and_the_highest_value_of_an_older_time(at):
+    points = ((0.0, 1.7), (0.0, 11.0), (10.0, 1.7), (10.0, 2.2))
+    chart = Chart("loss", ("loss",), "nats/token")
+    window = chartmath.window(0.0, 60.0)
+    rows = zoomed_rows(chart, {"loss": points}, window, 80, 12, "braille", at, 70.0)
+    assert text_of(rows[-1]).endswith("70s ago   1.700 to 11.000 nats/token")
+    chart = Chart("utilisation", ("x:0",), "%", each="GPU", parts=("x:0",))
+    rows = zoomed_rows(chart, {"x:0": points}, window, 80, 12, "braille", at, 70.0)
+    assert "2% to 11%" in text_of(rows[-1])

@@ -66,7 +66,7 @@ async def test_charts_have_one_time_axis_and_old_values_have_their_age(size):
         series.add("", now + second, {"cpu_pct:0": 96.0, "rss_mib:0": 1240.0})
     async with driven(app, size) as (_, pilot):
         shown = await charted(pilot)
-        assert re.search(r"utilisation CPU % \[5m] ─* 96% to 97%", shown), shown
+        assert re.search(r"utilisation CPU % \[5m] ─* 96%", shown), shown
         assert re.search(r"throughput tok/s \[5m] ─* 2m old: 41.0k", shown), shown
         assert re.search(r"gate entropy nats \[5m] ─* 2m old: 0.93\n?", shown), shown
 
@@ -149,6 +149,21 @@ def test_a_zoomed_chart_shows_the_age_of_its_newest_value(state, note):
     window = chartmath.window(NOW - 990, NOW - 960)
     title = text_of(zoomed_rows(chart, series, window, 80, 20, "braille", None, NOW)[0])
     assert title.endswith(f"─ {note}"), title
+
+
+def test_a_lost_gpu_has_no_present_value_and_none_at_a_later_time():
+    (chart,) = charts.of_run(recorded.lost_gpu(), (), [charts.UTILISATION])
+    series = {name: tuple((NOW - 900 + t, 97.0) for t in range(900)) for name in chart.names}
+    series["gpu_util_pct:5"] = tuple((NOW - 900 + t, 31.0) for t in range(300))
+    window = chartmath.window(NOW - 900, NOW, 1800)
+    for at, words in ((None, ""), (NOW - 60, "97 %"), (NOW - 700, "31 % to 97 %")):
+        rows = [*map(text_of, zoomed_rows(chart, series, window, 120, 30, "braille", at, NOW))]
+        assert rows[0].endswith("─ now 97% each"), rows[0]
+        assert any(row.endswith(f"ago   {words}") for row in rows) == bool(words), rows
+        (part,) = [row for row in rows if "GPU 5" in row]
+        present = re.search(r"GPU 5 +(\S*) +31 %", part) is not None
+        assert present == ("31" in words), part
+        assert present or re.search(r"GPU 5 +–", part), part
 
 
 @pytest.mark.parametrize("size", [(20, 5), (80, 20), (200, 50)])
