@@ -72,7 +72,7 @@ TABLE: tuple[Row, ...] = (
     Row("", r"flight_rank\d+_\d+\.json", limit_bytes=4 << 20, all_bytes=12 << 20),
     Row("", r"heartbeat_rank\d+\.jsonl", most=2048, all_bytes=8 << 20),
     Row("", r"samples_.*\.jsonl", most=16),
-    Row("logs/attempt*", r"(rank\d+|torchrun)\.log", most=2048, all_bytes=8 << 20),
+    Row("logs/attempt*", r"(rank\d+|torchrun)\.log(\.1)?", most=2048, all_bytes=8 << 20),
     Row("", r"(git_sha|collect_env|(dtypes_report|opt_state)\w*)\.txt|.*\.(csv|log)|report.*"),
     Row("", r"mem_\w+\.(txt|json)", most=64, limit_bytes=1 << 20),
     Row("checkpoints", r"latest", limit_bytes=200),

@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
+from itertools import pairwise
+from statistics import median
 
 from console.sources.series import Point, bins
 from console.status_text import age, number
 
-WIDTH, HEIGHT, MARGIN = 720, 240, 56
+WIDTH, HEIGHT, MARGIN, GAP = 720, 240, 56, 16
+BEGIN, END = '<polyline fill="none" stroke="#06c" stroke-linecap="round" points="', '"/>\n'
 
 
 def svg(title: str, unit: str, points: Sequence[Point]) -> str:
     """Returns a line chart of points, or "" for fewer than two finite points.
 
-    The points must be in order of time. The line joins the extremes of each column of one unit.
+    The points must be in order of time. The line joins the extremes of each column of one unit. It
+    has a gap after more than `GAP` empty columns, unless the points are usually that far apart.
     """
     known = [(at, value) for at, value in points if math.isfinite(at) and math.isfinite(value)]
     if len(known) < 2:
@@ -25,8 +29,12 @@ def svg(title: str, unit: str, points: Sequence[Point]) -> str:
     across, up = max(end - begin, 1e-3), max(high - low, 1e-9)
     inner, tall = WIDTH - 2 * MARGIN, HEIGHT - 2 * MARGIN
     bands = bins(known, begin, across * (inner + 1) / inner, inner + 1)
-    places = ((x, tall * (v - low) / up) for x, band in enumerate(bands) for v in band or ())
-    line = " ".join(f"{MARGIN + x},{HEIGHT - MARGIN - y:.1f}" for x, y in places)
+    columns = [(x, band) for x, band in enumerate(bands) if band]
+    apart = [after - x for (x, _), (after, _) in pairwise(columns)]
+    most, line = max(GAP, 4 * median(apart or [0])), ""
+    for since, (x, band) in zip([0, *apart], columns, strict=True):
+        places = (f" {MARGIN + x},{HEIGHT - MARGIN - tall * (v - low) / up:.1f}" for v in band)
+        line += (END + BEGIN) * (since > most) + "".join(places)
     labels = (
         (MARGIN, MARGIN / 2, "start", f"{title} ({unit})" if unit else title),
         (MARGIN - 6, MARGIN + 4, "end", number(high)),
@@ -42,5 +50,5 @@ def svg(title: str, unit: str, points: Sequence[Point]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
         'font-family="sans-serif" font-size="12">\n<rect width="100%" height="100%" fill="#fff"/>\n'
         f'<rect x="{MARGIN}" y="{MARGIN}" width="{inner}" height="{tall}" fill="none" '
-        f'stroke="#999"/>\n<polyline fill="none" stroke="#06c" points="{line}"/>\n{texts}\n</svg>\n'
+        f'stroke="#999"/>\n{BEGIN}{line}{END}{texts}\n</svg>\n'
     )

@@ -172,14 +172,14 @@ def progress_figures(progress: Records, loss_unit: str) -> dict[str, Figure]:
     if record is None:
         return {}
     at = jsonl.number(record, "ts") or 0.0
-    step, count = record.get("step"), len(jsonl.numbers(record, "steps_dt_s")) or 1
+    step, count = record.get("step"), len(jsonl.numbers(record, "steps_dt_s"))
     windows = {
         "step": f"step {step}",
         "steps": f"last {counted(count, 'step')}",
         "fetches": "newest 200 fetches",
         "run": f"up to step {step}",
     }
-    if jsonl.text(record, "cut") in heartbeat.TRIMMABLE:  # the list of durations was shortened
+    if not count or jsonl.text(record, "cut") in heartbeat.TRIMMABLE:  # not all durations are known
         windows["steps"] = "steps since the record before"
     figures = {}
     for name, (unit, window) in UNITS.items():

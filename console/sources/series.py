@@ -60,13 +60,13 @@ class Thinner:
 
     records: int = 0
     first_ts: float = 0.0
-    """The time of the first record."""
+    """The earliest time of a record."""
     now: list[Span | None] = field(default_factory=lambda: [None] * len(SPANS_S))
     """The open span of each level, or None."""
 
     def add(self, file: str, at: float, values: Mapping[str, float]) -> Iterator[Span]:
         """Adds the values of one record; yields the spans that this record closes."""
-        self.first_ts = self.first_ts if self.records else at
+        self.first_ts = min(self.first_ts, at) if self.records else at
         self.records += 1
         for level, width_s in enumerate(SPANS_S):
             begin = at // width_s * width_s

@@ -15,6 +15,7 @@ import pytest
 from console import bundle
 from console.bundle import Redactor
 from console.settings_file import Settings
+from console.sources.record_files import rotated_log
 from tests.console.sources import directory
 from tests.console.test_cli import cli
 from trainers import schema
@@ -196,6 +197,9 @@ def test_a_bundle_of_a_launch_has_all_its_phases_and_that_of_a_run_only_this_run
     launch = directory.launch(tmp_path / "artifacts")
     for name in ("0-first", "1-second"):
         directory.beat(directory.run(launch / name, state="completed"), 0, 1)
+    rotated = rotated_log(rundir.rank_log(launch / "0-first", 1, 0))
+    rotated.parent.mkdir(parents=True)
+    rotated.write_text("a traceback before the rotation")
     directory.end(launch)
     for number, path in enumerate((launch, launch / "0-first")):
         output = tmp_path / f"{number}.tar.gz"
@@ -204,6 +208,7 @@ def test_a_bundle_of_a_launch_has_all_its_phases_and_that_of_a_run_only_this_run
         assert manifest["run"] == ("1-second" if path == launch else "0-first")
         assert "run/run.json" in files
         assert ("0-first/heartbeat_rank0.jsonl" in files) == (path == launch)
+        assert ("run/logs/attempt1/rank0.log.1" in files) == (path != launch)
         assert not any(name.startswith("1-second/") for name in files)
 
 

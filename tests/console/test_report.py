@@ -162,7 +162,9 @@ def test_a_figure_that_was_not_measured_differs_from_the_figure_of_a_record(laun
     directory.beat(launch / "0-first", 0, 1, toks_per_s=400.0)
     report = json.loads(said(capsys, "report", launch, "--json")[1])["report"]
     figures, _, lacking = report.partition("## Figures")[2].partition("## Not measured")
-    assert "| 0-first | toks_per_s | 400 | tok/s | last 1 step | 0-first, record" in figures
+    assert (
+        "| 0-first | toks_per_s | 400 | tok/s | steps since the record before | 0-first" in figures
+    )
     assert ", toks_per_s (last 50 steps, tokens divided by time), " in lacking
 
 
@@ -225,6 +227,16 @@ def test_a_chart_of_a_report_has_every_extreme_and_no_jump_where_the_bands_end(r
     raw = drawn[-1][0] - (drawn[-1][0] - drawn[0][0]) * min(0.5, 600 / records)
     old, new = ([y for x, y in drawn if (x >= raw) == is_new and y > 120] for is_new in (0, 1))
     assert abs(sum(old) / len(old) - sum(new) / len(new)) < 1, "a pixel"
+
+
+def test_a_chart_of_a_report_has_a_gap_where_nothing_ran_and_none_between_rare_points():
+    night = [(float(second), 1.0) for at in (0, 43_200) for second in range(at, at + 7200, 10)]
+    rare = [(60.0 * minute, 1.0) for minute in range(9)]
+    for points, count in ((night, 2), (rare, 1)):
+        chart = ET.fromstring(line_chart.svg("loss", "nats", points))
+        lines = [*chart.iter("{http://www.w3.org/2000/svg}polyline")]
+        assert len(lines) == count
+        assert all(line.attrib["points"] for line in lines)
 
 
 def test_a_failed_gate_of_a_late_phase_is_in_the_report(launch):

@@ -25,7 +25,7 @@ SHORTENED = "steps since the record before"
 @pytest.mark.parametrize(
     ("more", "window"),
     [({}, "last 20 steps"), ({"cut": "steps_dt_s"}, SHORTENED),
-     ({"cut": "other figures"}, "last 20 steps")],
+     ({"cut": "other figures"}, "last 20 steps"), ({"steps_dt_s": None}, SHORTENED)],
 )  # fmt: skip
 def test_a_figure_names_the_steps_that_it_covers(more, window):
     record = {"step": 100, "ts": 1.0, "steps_dt_s": [0.1] * 20, "loss": 2.0, "toks_per_s": 9.0}
@@ -104,6 +104,16 @@ def test_numbers_that_are_too_large_are_left_out(launch, run):
     assert state.figures["step_p50_s"].window == "last 2 steps"
     assert [value for _, value in source.series.points("loss")] == [5.0]
     assert list(status_text.status_lines(state))
+
+
+def test_a_clock_that_was_ahead_at_the_start_hides_no_older_point():
+    series = Series()
+    for second in range(4200):
+        ahead_s = 7200 if second < RAW_RECORDS else 0
+        series.add("heartbeat_rank0.jsonl", 1.7e9 + second + ahead_s, {"loss": 2.0})
+    points = series.points("loss")
+    assert points[0][0] <= 1.7e9 + RAW_RECORDS
+    assert points[-1][0] == 1.7e9 + 4199
 
 
 def test_newest_records_are_points_and_older_ones_bands():
