@@ -17,7 +17,7 @@ from console.tui.views.view import View
 from console.tui.widgets import flags as flag_list
 from console.tui.widgets.lines import WHOLE, Box, Panel
 from console.tui.widgets.phases import CHECKS, check_rows, gate_rows, phase_rows, planned_phases
-from console.tui.widgets.picker import GUTTER, Picker, Reader, Scrolls
+from console.tui.widgets.picker import GUTTER, MARK, Picker, Reader, Scrolls
 from trainers.contract import flags as registry
 
 WIDE = 110
@@ -226,9 +226,7 @@ class Launch(Scrolls, View):
             self.console.operator.prepare()
         self.picker.heading = heading
         rows = flag_list.item_rows(self._items, when, self.picker.size.width - GUTTER)
-        self.picker.fill(
-            rows, notes=[f"{item.flag.name}: {item.flag.key.help}" for item in self._items]
-        )
+        self.picker.fill(rows, notes=[f"{MARK}{item.flag.key.help}" for item in self._items])
         names = [item.flag.name for item in self._items]
         if held is not None and held.flag.name in names:  # a launch has one row less than a draft
             self.picker.move(names.index(held.flag.name) - self.picker.cursor)
