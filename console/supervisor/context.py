@@ -48,10 +48,15 @@ class Services:
         self, folder: Path, run: str, state: str, attempt: int, /, kind: str, text: str,
         level: str = "info", **more: Any,
     ) -> dict[str, Any]:  # fmt: skip
-        """Appends an event of a run or launch; passes alerts and crit states to the hook."""
+        """Appends an event of a run or launch; passes alerts and crit states to the hook.
+
+        `state` is the state before the event.
+        """
         record = self.directory.event(folder, attempt, kind, text, level, **more)
         if kind == "alert" or (kind == "state" and level == "crit"):
             self.hooks.alert({"state": state} | record | {"run": run})
+        if kind == "clear" or (kind == "state" and state == "stalled"):  # the stall is over
+            self.hooks.clear(run, more.get("alert", ""))
         return record
 
     def publish(self, path: Path, record: Mapping[str, Any], keeps_place: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,11 @@ from trainers.contract import VERSION, environ, jsonl
 LIMIT_S = 10.0
 POLL_S = 0.02
 MAX_TEXT, MAX_EARLIER = 1000, 16
+RETRIES, MAX_PAUSE_S = 20, 1800.0
+"""After the newest alert, a hook that fails is run again at most `RETRIES` times (about 8 h).
+
+The pause between two starts doubles with each failure, up to `MAX_PAUSE_S`.
+"""
 
 
 class Hooks:
@@ -26,7 +32,7 @@ class Hooks:
     `event(kind, text, level)` writes an event of the launch.
     """
 
-    name = "alert hook"
+    name, retries = "alert hook", RETRIES
 
     def __init__(
         self, settings: Settings, event: Callable[[str, str, str], object], limit_s: float = LIMIT_S
@@ -35,22 +41,35 @@ class Hooks:
         self._event, self._limit_s = event, limit_s
         self._waiting: list[Mapping[str, Any]] = []
         self._count, self._failure = 0, ""
+        self._sent: list[Mapping[str, Any]] = []
+        """The alerts of the running hook, or of a failed hook that is run again."""
+        self._sent_count = self._retries_left = 0
         self._runs = ThreadPoolExecutor(1, "hook")
         self._run: Future[str] | None = None
-        self._next_at = 0.0
+        self._started_at, self._pause_s = -math.inf, settings.hook_every_s
 
     def alert(self, record: Mapping[str, Any]) -> None:
         """Queues an event if the operator's settings have a hook for its level."""
         if self._argv and jsonl.text(record, "level") in self._settings.hook_levels:
-            self._waiting.append(record)
+            self._waiting = _worst([*self._waiting, record])
             self._count += 1
-            if len(self._waiting) > MAX_EARLIER + 1:
-                self._waiting.remove(min(self._waiting, key=_level))
+            self._retries_left, self._pause_s = self.retries, self._settings.hook_every_s
+
+    def clear(self, run: str, name: str) -> None:
+        """Drops a failed alert of a run or launch; the name of a state is ""."""
+        before = self._sent
+        self._sent = [each for each in before
+                      if (each["run"], jsonl.text(each, "alert")) != (run, name)]  # fmt: skip
+        self._sent_count -= len(before) - len(self._sent)
 
     @property
     def busy(self) -> bool:
-        """Returns whether a hook is running or an alert is waiting for the hook."""
+        """Returns whether a hook is running or a new alert is waiting for the hook."""
         return self._run is not None or self._count > 0
+
+    @property
+    def _is_due(self) -> bool:
+        return time.monotonic() >= self._started_at + self._pause_s
 
     def poll(self) -> None:
         """Reports the end of the hook, and starts the hook when it is due; never waits."""
@@ -59,27 +78,38 @@ class Hooks:
                 return
             ended, self._run = self._run, None
             error = ended.exception()  # for example, no descriptor is left
-            self._report(f"cannot be started: {error}" if error else ended.result())
-        if self._count and time.monotonic() >= self._next_at:
-            self._next_at = time.monotonic() + self._settings.hook_every_s
-            alert = document(self._waiting, self._count)
-            try:
-                self._run = self._runs.submit(run, self._argv, alert, self._limit_s)
-            except RuntimeError as error:  # the old pool would run this alert later, a second time
-                self._runs = ThreadPoolExecutor(1, "hook")
-                self._report(f"cannot be started: {error}")
-            else:
-                self._waiting.clear()
-                self._count = 0
+            self._take_result(f"cannot be started: {error}" if error else ended.result())
+        if (self._sent or self._waiting) and self._is_due:
+            self._start()
+
+    def _start(self) -> None:
+        self._started_at = time.monotonic()
+        self._sent = _worst([*self._sent, *self._waiting])
+        self._sent_count += self._count
+        self._waiting, self._count = [], 0
+        alert = document(self._sent, self._sent_count)
+        try:
+            self._run = self._runs.submit(run, self._argv, alert, self._limit_s)
+        except RuntimeError as error:  # the old pool would run this alert later, a second time
+            self._runs = ThreadPoolExecutor(1, "hook")
+            self._take_result(f"cannot be started: {error}")
+
+    def _take_result(self, failure: str) -> None:
+        self._report(failure)
+        if not failure or not (self._retries_left or self._count):
+            self._sent, self._sent_count = [], 0
+        elif not self._count:  # a new alert does not wait for the longer pause
+            self._retries_left -= 1
+            self._pause_s = max(self._pause_s, min(2 * self._pause_s, MAX_PAUSE_S))
 
     def close(self) -> None:
-        """Waits for the running hook, then runs the hook once more if alerts are waiting.
+        """Waits for the running hook, then runs the hook once more if alerts are waiting or failed.
 
         Each of the two runs may take `limit_s` and the grace times of `program.run`.
         """
-        self._next_at = 0.0
+        self._pause_s, self._retries_left = 0.0, 0
         until = time.monotonic() + 2 * (self._limit_s + program.GRACE_S + program.SPARE_S)
-        while self.busy and time.monotonic() < until:
+        while (self.busy or self._sent) and time.monotonic() < until:
             self.poll()
             time.sleep(POLL_S)
 
@@ -95,7 +125,7 @@ class Hooks:
 class Alive(Hooks):
     """Owns the alive hook, which runs at intervals while the supervisor works."""
 
-    name = "alive hook"
+    name, retries = "alive hook", 0
 
     def __init__(self, settings: Settings, *more: Any, **options: Any):
         """Accepts the arguments of `Hooks`."""
@@ -104,7 +134,7 @@ class Alive(Hooks):
 
     def beat(self, run: str, state: str) -> None:
         """Starts the hook if it is due; `run` is the name of the run or launch. Never waits."""
-        if not self.busy and time.monotonic() >= self._next_at:
+        if not self.busy and self._is_due:
             self._queue(run, state, f"the supervisor works; {run} is {state}")
         self.poll()
 
@@ -139,6 +169,14 @@ def document(records: list[Mapping[str, Any]], count: int) -> dict[str, Any]:
         **texts, "ts": jsonl.number(worst, "ts"),
         "earlier": [_line(each, "text") for each in records if each is not worst],
     }  # fmt: skip
+
+
+def _worst(records: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns the records without the oldest of the lowest level, if there are too many."""
+    kept = list(records)
+    while len(kept) > MAX_EARLIER + 1:
+        kept.remove(min(kept, key=_level))
+    return kept
 
 
 def _level(record: Mapping[str, Any]) -> int:
