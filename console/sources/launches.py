@@ -97,7 +97,7 @@ def run_directories(launch: Path) -> list[Path]:
     for name in _names(launch):
         index, dash, _ = name.partition("-")
         run = launch / name
-        if dash and index.isdecimal() and run.is_dir() and is_run(run) and not _is_copy(run):
+        if dash and index.isdecimal() and is_run(run) and not _is_copy(run):
             found.append((name in planned, int(index), run))
     return [path for _, _, path in sorted(found)]
 

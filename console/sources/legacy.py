@@ -32,7 +32,7 @@ CSV_COLUMNS = ("step", "loss", "lr", "toks_per_s")
 
 def is_legacy(run: Path) -> bool:
     """Returns whether a run has no run.json, and the first record of rank 0 is a legacy record."""
-    if (run / rundir.RUN).exists():
+    if rundir.stamp(run / rundir.RUN) is not None:
         return False
     head = jsonl.read_bytes(rundir.heartbeat(run, 0), HEAD_BYTES, 0)
     record = jsonl.decode(head.partition(b"\n")[0]) or {}

@@ -6,6 +6,7 @@ that is not a JSON object.
 
 from __future__ import annotations
 
+import stat
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -236,4 +237,8 @@ class RunSource:
 
 
 def _is_directory(path: Path) -> bool:
-    return path.is_dir() and not path.is_symlink()
+    """Returns whether a path is a directory and no link; False also if this is unknown."""
+    try:
+        return stat.S_ISDIR(path.lstat().st_mode)
+    except OSError:
+        return False

@@ -65,8 +65,11 @@ def stall_doubt(run: Path) -> str:
     stall for 90 s. A stall is also not confirmed if one of the two files does not exist, or if the
     newest record is in the future (a clock was set back).
     """
-    records = _newest(run.glob("heartbeat_rank*.jsonl"))
-    others = _newest(path for pattern in WRITTEN for path in run.glob(pattern))
+    try:
+        records = _newest(run.glob("heartbeat_rank*.jsonl"))
+        others = _newest(path for pattern in WRITTEN for path in run.glob(pattern))
+    except OSError as error:
+        return f"its files cannot be read ({error.strerror})"
     if others is None or records is None:
         return "only its records show whether the run makes progress"
     late_s, since_s = others[0] - records[0], time.time() - others[0]
@@ -120,14 +123,17 @@ class OfflineRun:
         self._env = Environment(run, attempt)
 
     def poll(self) -> Readings | None:
-        """Polls the run; returns its readings, or None while the launch has no run."""
+        """Polls the run; returns its readings, or None while there is no run or it cannot be read.
+
+        After the first readings of an attempt, the run has readings even if it cannot be read.
+        """
         state, run = self._source.poll(), self._source.run_path
         if status_text.is_over(state, self._source.is_launch):
             state = poll_confirmed(RunSource(self._path))
             self.over = _end_words(state)
         self.exit_code = status_text.exit_code(state, self._source.is_launch)
         self.state = state
-        if run is None:
+        if run is None or (self.of != (run, state.attempt) and rundir.names(run) is None):
             return None
         if self.of != (run, state.attempt):
             self._open(run, state.attempt)
@@ -280,7 +286,7 @@ def _poll(source: OfflineRun) -> Diagnosis | Readings:
         code = source.exit_code
         return Diagnosis("ended", state, why, last, "last verdict of the run", (), (), code, run)
     if run is None or now is None:
-        return Diagnosis("unknown", state, f"there is no run yet: {state.why}", exit_code=1)
+        return Diagnosis("unknown", state, f"no run can be read yet: {state.why}", exit_code=1)
     if state.state in ENDING:
         return Diagnosis("ending", state, f"the ranks are being ended: {state.why}", run=run)
     if is_supervised(state) and state.state == "stalled" and state.verdict:

@@ -127,6 +127,20 @@ def test_without_another_file_that_a_training_writes_silence_is_only_said(run):
     assert offline.stall_doubt(run) == "the newest record is in the future"
 
 
+def test_a_run_that_cannot_be_read_for_a_moment_is_watched_further(run, monkeypatch):
+    set_away = directory.unreadable(monkeypatch, run)
+    source = offline.OfflineRun(run)
+    set_away(True)
+    assert source.poll() is None
+    set_away(False)
+    assert source.poll() is not None
+    assert source.watch.stall_floor_s == QUICK["stall_floor_s"], "run.json is read later too"
+    set_away(True)
+    assert source.poll().stall_doubt, "its files confirm no stall"
+    set_away(False)
+    assert source.poll().stall_doubt == ""
+
+
 @pytest.mark.parametrize(("attempt", "said"), [(1, ["model_size", "stall"]), (2, ["stall"])])
 def test_env_json_of_this_attempt_is_checked_and_that_of_another_is_not(run, attempt, said):
     record = {"v": 1, "attempt": attempt, "config": "m7c_125m.yaml", "parameters": 254_499}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -129,6 +130,27 @@ def end(path: Path, *results: str, why: str = "all phases are done") -> None:
         for run, result in zip(runs, results or ["pass"] * len(runs), strict=True)
     ]  # fmt: skip
     change(path / rundir.PLAN_STATE, state="ended", phase=len(runs) - 1, why=why, phases=phases)
+
+
+def unreadable(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Callable[[bool], None]:
+    """Returns a function that makes reads in a directory fail like those of a restarted server."""
+    is_away = False
+
+    def failing(real: Callable[..., Any]) -> Callable[..., Any]:
+        def read(path: Any = ".", *words: Any, **more: Any) -> Any:
+            if is_away and not isinstance(path, int) and Path(path).is_relative_to(folder):
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+            return real(path, *words, **more)
+
+        return read
+
+    def set_away(wanted: bool) -> None:
+        nonlocal is_away
+        is_away = wanted
+
+    for name in ("stat", "lstat", "scandir", "listdir", "open", "readlink", "statvfs"):
+        monkeypatch.setattr(os, name, failing(getattr(os, name)))
+    return set_away
 
 
 def document(path: Path, record: Mapping[str, Any]) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from console import status_text
+from console import cli, status_text
+from console.commands import query
 from console.sources import launches
 from console.sources import run as run_module
 from console.sources.run import RunSource
@@ -24,7 +25,7 @@ DEAD = directory.DEAD
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("how", ["unreadable", "gone", "link", "file"])
+@pytest.mark.parametrize("how", ["unreadable", "gone", "link", "file", "stale"])
 @pytest.mark.parametrize(
     ("phase", "owner", "expected"),
     [
@@ -34,7 +35,7 @@ ROOT = Path(__file__).parents[3]
     ],
 )  # fmt: skip
 def test_a_run_with_an_unreadable_directory_has_the_state_in_its_launch(
-    launch, tmp_path, shared_memory, how, phase, owner, expected
+    launch, tmp_path, shared_memory, monkeypatch, how, phase, owner, expected
 ):
     """The completed phase before this run is not shown in place of the run."""
     directory.run(launch / "0-first", world=0, state="completed")
@@ -59,6 +60,9 @@ def test_a_run_with_an_unreadable_directory_has_the_state_in_its_launch(
         run.symlink_to(away)
     elif how == "file":
         run.touch()
+    elif how == "stale":
+        away.rename(run)
+        directory.unreadable(monkeypatch, run)(True)
     seen = RunSource(launch).poll()
     assert seen.state == expected, seen.why
     assert seen.path == str(run)
@@ -85,6 +89,38 @@ def test_a_run_that_may_not_be_entered_does_not_hide_its_launch(launch):
     )  # fmt: skip
     (launch / "0-first").chmod(0o700)
     assert (done.stdout, done.stderr) == ("[]\nFalse running\n", "")
+
+
+@pytest.mark.parametrize("away", ["", "0-first"])
+def test_a_moment_without_the_directory_does_not_end_what_follows_a_run_and_its_loss_does(
+    launch, run, monkeypatch, capsys, away
+):
+    owner = subprocess.Popen(["sleep", "600"])
+    known = {"pid": owner.pid, "start_ticks": rundir.start_ticks(owner.pid)}
+    directory.run(run, workers=[{"rank": 0, "exit": None, **rundir.identity(), **DEAD}], **known)
+    directory.change(launch / rundir.PLAN_STATE, supervisor=rundir.identity() | known)
+    directory.beat(run, 0, 7)
+    set_away = directory.unreadable(monkeypatch, launch / away)
+
+    def lose() -> None:
+        shutil.rmtree(launch / away)
+        owner.kill()
+        owner.wait()
+
+    steps = iter([lambda: set_away(True), lambda: set_away(False), lambda: None, lose])
+    monkeypatch.setattr(query.time, "sleep", lambda _: next(steps)())
+    assert cli.main(["watch", str(launch), "--plain"]) == 5
+    lines = capsys.readouterr().out.splitlines()
+    texts = [line for line in lines if "directory" in line]
+    assert f"{run} cannot be read" in texts[0], lines
+    assert "The alert directory is no longer open" in texts[1]
+    assert lines[-1].startswith("no go; "), lines
+
+
+def test_an_unreadable_directory_does_not_hide_the_others_in_a_list(launch, tmp_path, monkeypatch):
+    other = directory.launch(tmp_path, "other").rename(tmp_path / "own")
+    directory.unreadable(monkeypatch, other)(True)
+    assert launches.launches_and_bare_runs(tmp_path) == [launch]
 
 
 def test_only_a_phase_that_has_not_started_is_queued(launch):
