@@ -265,8 +265,8 @@ class Attempt:
         # A continued run knows the usual duration of a step only after its records were read.
         seen = self._sampler.evidence if self._caught_up and not ending else ()
         looked = self._observers.run(
-            "watch rules", lambda: self.monitor.poll(
-                self._sampler, seen, ending, known.halt_wanted, self._unread()), False,
+            "watch rules", lambda: self.monitor.poll(self._sampler, seen, ending, known.halt_wanted,
+                                                     self._unread(), self._caught_up), False,
         )  # fmt: skip
         if not looked:
             self.monitor.reset()

@@ -116,20 +116,23 @@ class Monitor:
         return self._watchdog.stall_action, self._watchdog.stall_policy()
 
     def poll(
-        self, now: Sampler, seen: Sequence[RankEvidence], ending: str, halting: bool, unread: str
-    ) -> bool:
+        self, now: Sampler, seen: Sequence[RankEvidence], ending: str, halting: bool, unread: str,
+        has_read: bool = True,
+    ) -> bool:  # fmt: skip
         """Applies the watch rules to the last sample; the result True says that this was done.
 
         `seen` is empty until a rank is found, and while a new child reads the records so far.
         `ending` says why the ranks end or have ended, or is "". With `ending`, `seen` is empty and
-        no action is due. `unread` says why the records cannot confirm the pulses, or is "".
+        no action is due. `unread` says why the records cannot confirm the pulses, or is "". If
+        `has_read` is False, an override may not have been read yet, so no gate is evaluated.
         """
         seen = seen if self._run.settings else of_foreign(seen, self._watch)
         self._ending, unchanged = ending, self._unchanged(seen)
         if seen or ending:
             self._diagnose(seen, halting)
         self._check_records(() if unread else seen)
-        self._context.observers.run("gates", self._evaluate_gates, None)
+        if has_read:
+            self._context.observers.run("gates", self._evaluate_gates, None)
         found = readings(
             self._heads(), seen, now.rss_mib, now.gpus, now.disk, csv=now.csv,
             stall_doubt=unread or unchanged or why_unconfirmed(seen, self._watch), env=now.env,
@@ -165,9 +168,14 @@ class Monitor:
         return wanted
 
     def _evaluate_gates(self) -> None:
-        """Reports once each gate whose result at a step in `at`, or failure, is final."""
+        """Reports once each gate whose result at a step in `at`, or failure, is final.
+
+        Clears the alert on a gate that does not block, for example because of an override.
+        """
         summary = self._context.reducer.summary
         for gate in gates.reached(summary, self._context.phase.gates):
+            if not gate.blocks:
+                self._alerts.clear(f"{gates.GATE_ALERT}{gate.name}", "the gate needs no override")
             if gate.name not in self._evaluated:
                 self._evaluated.add(gate.name)
                 at_step = "@" in gate.name

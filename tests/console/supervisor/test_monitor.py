@@ -19,7 +19,7 @@ from console.stop_cost import completed, stop_cost
 from console.supervisor import monitor, sampling
 from console.supervisor.alerts import Alerts
 from console.supervisor.monitor import Monitor
-from console.supervisor.rundir_io import Directory
+from console.supervisor.rundir_io import Directory, event_record
 from trainers.contract import rundir
 
 WATCH = Watch(stall_floor_s=10, startup_s=60, stall_act_s=20)
@@ -369,6 +369,23 @@ def test_a_gate_that_can_no_longer_pass_is_named_while_the_run_continues(tmp_pat
     assert list(alerts.open()) == ["gate-no_stall"], "no later attempt can change it"
     alerts.clear_gates("the run has ended")
     assert not alerts.open()
+    stage.directory.close()
+
+
+def test_an_overridden_gate_needs_no_override_after_an_adoption(tmp_path):
+    """supervisor.json has the stall; the override is an event, which is read later."""
+    stage = Stage(tmp_path)
+    stage.context.phase = replace(stage.context.phase, gates={"no_stall": True})
+    stage.context.reducer.summary = summary = Summary(2, 1, stalls=1)
+    stage.dog.poll(SAMPLE, [], "", halting=False, unread="not read", has_read=False)
+    assert stage.alerts() == []
+    stage.poll(0.1)
+    alerts = stage.context.observers.alerts
+    assert list(alerts.open()) == ["gate-no_stall"], "no override has been read"
+    summary.add_event(event_record(1, "override", "a switch", gate="no_stall", reason="a switch"))
+    stage.poll(0.1)
+    assert not alerts.open()
+    assert [kind for kind, _, _ in stage.events] == ["alert", "clear"]
     stage.directory.close()
 
 
