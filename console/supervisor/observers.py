@@ -92,13 +92,16 @@ class Observers:
             self._link.state.activity.write(MAIN, before)
 
     def report_switched_off(self) -> None:
-        """Raises an alert on each observer that is off, because children died in it repeatedly.
+        """Raises an alert on each observer that is off: it failed, or children died in it.
 
-        The directory of the run must exist, or its creation must be queued.
+        An observer stays off in later attempts. The directory of the run must exist, or its
+        creation must be queued.
         """
-        for name in self._link.observers_off():
-            text = f"{name}: the supervisor's working process died repeatedly in this observer; it"
-            self.alerts.raise_(_alert(name), f"{text} is switched off", "crit")
+        deaths = self._link.observers_off()
+        for name in [each for each, health in self._health.items() if health.again_at == math.inf]:
+            died = "the supervisor's working process died repeatedly in this observer"
+            why = died if name in deaths else "this observer failed repeatedly"
+            self.alerts.raise_(_alert(name), f"{name}: {why}; it is switched off", "crit")
 
     def failed(self, name: str, mistake: Exception, then: str = "") -> None:
         """Raises the alert on an observer; writes the traceback of `mistake` into supervisor.log.

@@ -88,7 +88,6 @@ class Run:
             # Only a snapshot in the owner is used; an adopting supervisor reads the records again.
             self._snapshots.load(self._link.stored(path / rundir.SNAPSHOT))
         self.attempt = self._new_attempt(former)
-        self.observers.report_switched_off()
         if former:
             self._continue(former)
         self.publish()
@@ -251,6 +250,7 @@ class Run:
         attempt = Attempt(self._context, self, self.number, former)
         if former is None and self.live is None:
             self.event("note", self._context.live.missing_words(), "warn")
+        self.observers.report_switched_off()
         return attempt
 
     def prepare(self) -> None:

@@ -147,3 +147,6 @@ def test_an_observer_is_skipped_after_a_failure_and_switched_off_after_three(tri
     count = len(calls)
     assert run(False) == "nothing"
     assert len(calls) == count
+    trial.alerts.clear_all("the attempt has ended")
+    observers.report_switched_off()
+    assert trial.text() == "it: this observer failed repeatedly; it is switched off"

@@ -74,15 +74,20 @@ def test_a_working_process_that_ends_or_hangs_costs_no_rank(launched, name, meth
     assert not process.with_token(started.token())
 
 
-def test_an_observer_that_is_switched_off_is_reported_in_the_next_phase_too(begin, tmp_path):
+def test_an_observer_that_is_switched_off_is_reported_in_each_attempt_and_phase(begin, tmp_path):
     setup = "owners.WAITS_S = (0.0, 0.3, 0.5, 5.0)"
     shell = broken.shell(tmp_path, "ends.Ends.documents", f"if {ALWAYS}: {SEGFAULT}", setup)
     go = tmp_path / "go"
     started = begin(
-        *(phase(name, "member.py", 5, "until", go, nproc=1) for name in ("one", "two")), shell=shell
-    )
+        *(phase(name, "member.py", 5, "until", go, nproc=1) for name in ("one", "two")),
+        shell=shell, restart={"when": "crash", "backoff_s": 0},
+    )  # fmt: skip
     off = "observer-supervisor.json"
     started.wait(lambda: started.alerts(off) and "switched off" in started.alerts(off)[0]["text"])
+    first, *_ = rundir.heartbeat(started.run(), 0).read_text().splitlines()
+    os.kill(json.loads(first)["pid"], signal.SIGKILL)
+    again = started.wait(lambda: [e for e in started.alerts(off) if e["attempt"] == 2])
+    assert "switched off" in again[-1]["text"]
     go.touch()
     assert started.wait_end()["why"] == "all phases are done"
     (raised,) = [event for event in started.alerts(off, 1) if event["kind"] == "alert"]
