@@ -11,7 +11,7 @@ from console.plans.gates import GATE_ALERT
 from console.supervisor.rundir_io import Directory
 from trainers.contract.recorder import REPLACED
 
-DROPPED = "dropped"
+DROPPED, HALT_FAILED = "dropped", "halt-failed"
 CHECKPOINT_ALERT = "checkpoint-"
 """Prefix of the alerts on the save, the load and the back-up of checkpoints."""
 SETTLED_S = 10.0

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 from console.diagnose.watchdog import Change
+from console.supervisor.alerts import HALT_FAILED
 from console.supervisor.attempt import Attempt
 from console.supervisor.dump import Dumps
 from console.supervisor.inbox import Outcome
@@ -17,7 +18,6 @@ from trainers.contract import rundir
 
 HALT_AGAIN_S = 10.0
 """Time after which a failed halt by a watch rule or by `.HALT` is tried again."""
-HALT_FAILED = "halt-failed"
 
 
 class Policy:
@@ -33,7 +33,8 @@ class Policy:
     def apply(self, run: Run) -> None:
         """Dumps the stacks that a verdict or an action needs; then executes the actions.
 
-        A due action is executed only if its rule is still raised and its attempt still runs.
+        A due action is executed only if its rule is still raised and its attempt still runs. A
+        halt that is no longer due clears the alert on its failure.
         """
         if not self._dumps.busy and (wanted := run.attempt.monitor.pop_dump_wanted()):
             handles = run.attempt.tree.handles().items()
@@ -51,6 +52,8 @@ class Policy:
             runs = of is run.attempt and of.stage == "run"
             if runs and of.monitor.is_raised(change.rule.name):
                 self._execute(run, change)
+            else:
+                run.alerts.clear(HALT_FAILED, "the halt is no longer due")
 
     def _execute(self, run: Run, change: Change) -> None:
         rule, action, path = change.rule, change.action, run.path

@@ -15,7 +15,7 @@ from console.plans import gates
 from console.run_state import Facts, decide
 from console.sources import liveness, ranks
 from console.supervisor import former_documents, launch_spec, restart
-from console.supervisor.alerts import Alerts
+from console.supervisor.alerts import HALT_FAILED, Alerts
 from console.supervisor.attempt import Attempt
 from console.supervisor.checkpoint_check import CheckpointCheck
 from console.supervisor.context import Services, run_context
@@ -72,7 +72,7 @@ class Run:
         self.observers = Observers(self.alerts, self._link)
         self.alerts.restore(
             former_documents.alerts(former_state),
-            lambda name: name == REPLACED or name.startswith(ALERT),
+            lambda name: name in (REPLACED, HALT_FAILED) or name.startswith(ALERT),
         )
         self._context = run_context(
             services, path, self.phase, spec.plan, former, self.number, self.observers

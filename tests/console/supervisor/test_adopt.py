@@ -196,7 +196,7 @@ def test_open_alerts_stay_open_after_an_adoption_and_end_with_the_attempt(begin,
     raised = {
         name: {"v": 1, "attempt": 1, "ts": time.time(), "kind": "alert", "level": "crit",
                "text": "x", "alert": name, "key": ""}
-        for name in ("checkpoint-load", "loader_slow", "stall", "observer-records")
+        for name in ("checkpoint-load", "loader_slow", "stall", "observer-records", "halt-failed")
     }  # fmt: skip
     with (started.run() / rundir.EVENTS).open("ab") as stream:
         stream.writelines(map(jsonl.encode, raised.values()))

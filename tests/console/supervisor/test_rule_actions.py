@@ -10,7 +10,11 @@ from typing import Any
 
 import pytest
 
+from console.diagnose.rules import RULES
+from console.diagnose.watchdog import Change
 from console.run_state import Facts
+from console.supervisor import rule_actions
+from console.supervisor.alerts import HALT_FAILED, Alerts
 from console.supervisor.rule_actions import Policy
 from tests.launches import STUB, phase
 
@@ -36,6 +40,7 @@ def test_an_action_needs_its_alert_and_the_processes_of_its_attempt_and_a_restar
     run: Any = SimpleNamespace(
         attempt=attempt, path=Path(), live=None, over=False, end=lambda name, _: ended.append(name),
         is_final=end == "halt", event=lambda *_: None,
+        alerts=SimpleNamespace(clear=lambda *_: None),
     )  # fmt: skip
     dumps: Any = SimpleNamespace(busy=True, start=lambda *_: None)
     nothing: Any = None
@@ -48,6 +53,45 @@ def test_an_action_needs_its_alert_and_the_processes_of_its_attempt_and_a_restar
         attempt.stage = end
     policy.apply(run)
     assert ended == executed
+
+
+def test_a_halt_that_is_no_longer_wanted_clears_the_alert_on_its_failure(monkeypatch):
+    """Its text names the action stop, which costs the work since the last checkpoint."""
+    monkeypatch.setattr(rule_actions, "HALT_AGAIN_S", 0.0)
+    raised, changes, events = (
+        {"disk"},
+        [Change("act", RULES["disk"], "full", 0.1, "crit", "halt")],
+        [],
+    )
+
+    def event(kind: str, text: str, *_: object, **more: object) -> dict[str, str]:
+        events.append((kind, text))
+        return {"text": text}
+
+    directory: Any = SimpleNamespace(
+        reported_job=lambda *_: None,
+        write_request=lambda _run, _name, _by, then: then(
+            "cannot write .HALT: Disk quota exceeded"
+        ),
+    )
+    monitor = SimpleNamespace(
+        pop_dump_wanted=frozenset, is_raised=raised.__contains__,
+        pop_actions=lambda: [changes.pop()] if changes else [],
+    )  # fmt: skip
+    tree, alerts = SimpleNamespace(handles=dict), Alerts(event, directory)
+    attempt = SimpleNamespace(monitor=monitor, stage="run", tree=tree, known=Facts())
+    run: Any = SimpleNamespace(
+        attempt=attempt, path=Path(), live=None, is_final=False, alerts=alerts
+    )
+    dumps: Any = SimpleNamespace(busy=False, start=lambda *_: None)
+    policy = Policy(directory, dumps, lambda *_: "")
+    for _ in range(3):
+        policy.apply(run)
+        assert list(alerts.open()) == [HALT_FAILED], "the halt is tried again"
+    raised.clear()
+    policy.apply(run)
+    assert not alerts.open()
+    assert [kind for kind, _ in events] == ["alert", "clear"]
 
 
 def test_the_policy_promises_no_restart_while_a_halt_is_pending(begin):
