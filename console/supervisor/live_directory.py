@@ -120,7 +120,7 @@ class Live:
         return self._home is not None and not self._home.is_there()
 
     def watch(self, alerts: Alerts) -> None:
-        """Raises an alert if the directory was removed; otherwise clears the alert."""
+        """Raises an alert if the directory was removed; clears it if there is a directory."""
         if self.is_removed():
             then = f", and {NO_ACTION}" if any(map(self.is_copy, self._pulses)) else ""
             alerts.raise_(
@@ -128,7 +128,7 @@ class Live:
                 "(RemoveIPC=yes at a logout?): stack dumps are not available until the next "
                 f"attempt{then}; run loginctl enable-linger", "warn",
             )  # fmt: skip
-        else:
+        elif self.path is not None:
             alerts.clear(NO_MEMORY, "the run has shared memory again")
 
     def _unlock(self) -> None:

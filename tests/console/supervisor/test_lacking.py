@@ -181,6 +181,9 @@ def test_the_alert_on_removed_memory_says_when_no_rule_acts(tmp_path, monkeypatc
     shutil.rmtree(live.path)
     live.watch(SimpleNamespace(raise_=lambda _name, text, _level: said.append(text)))
     assert ("no watch rule halts" in said[0]) is is_late
+    next_process, cleared = Live("0123456789abcdef", 1, 1, tmp_path, adopt=True), []
+    next_process.watch(SimpleNamespace(clear=lambda *words: cleared.append(words)))
+    assert (next_process.path, cleared) == (None, []), "the memory is still missing"
     live.remove()
 
 
