@@ -10,7 +10,6 @@ import calendar
 import contextlib
 import functools
 import itertools
-import os
 import re
 import time
 from collections import Counter
@@ -214,11 +213,17 @@ def _directories(root: Path) -> list[tuple[Path, list[str]]]:
     made. Each path comes with the names in it ([] for a file); links come last.
     """
     found = list[tuple[Path, list[str]]]()
-    for top in sorted((root / name for name in _names(root)), key=os.path.islink):
+    for top in sorted((root / name for name in _names(root)), key=_is_link):
         names = _names(top)
         inside = filter(STAMP.fullmatch, names) if rundir.PLAN in names else names
         found += [(top, names), *((top / name, _names(top / name)) for name in inside)]
-    return sorted(found, key=lambda each: bool(each[1]) and each[0].is_symlink())
+    return sorted(found, key=lambda each: bool(each[1]) and _is_link(each[0]))
+
+
+def _is_link(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return path.is_symlink()
+    return False
 
 
 def _without_copies(known: Sequence[KnownLaunch]) -> list[KnownLaunch]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
-import shutil
 import time
 
 import pytest
@@ -13,7 +11,6 @@ from hypothesis import strategies as st
 
 from console import status_text
 from console.sources import liveness
-from console.sources.json_documents import Document
 from console.sources.run import RunSource
 from console.sources.run_records import RECENT_BYTES
 from tests.console.sources import directory
@@ -276,19 +273,6 @@ def test_a_document_that_cannot_be_shown_is_named_and_ignored(launch, run, conte
     assert (state.launch.state, state.launch.why) == ("unknown", f"{rundir.PLAN_STATE} {says}")
 
 
-def test_a_document_that_could_not_be_opened_for_a_moment_is_read_again(launch):
-    """During the first read no descriptor is free; the file does not change."""
-    document = Document(launch / rundir.PLAN)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
-    try:
-        found = document.read()
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert (found, document.trouble) == ({}, "plan.json cannot be read as a JSON object")
-    assert (document.read()["name"], document.trouble) == ("toy", "")
-
-
 def test_a_document_of_an_earlier_run_raises_no_alert_in_the_next_run(launch, run):
     source = RunSource(launch)
     (run / rundir.SUPERVISOR).write_bytes(b"garbage")
@@ -395,11 +379,3 @@ def test_no_document_makes_the_reader_raise(tmp_path_factory, documents):
     )
     RunSource(path).poll()
     RunSource(run).poll()
-
-
-def test_a_removed_directory_does_not_raise(launch, run):
-    source = RunSource(launch)
-    directory.beat(run, 0, 5, loss=1.0)
-    source.poll()
-    shutil.rmtree(launch)
-    source.poll()

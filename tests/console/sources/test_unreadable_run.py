@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from console import cli, status_text
 from console.commands import query
 from console.sources import launches
 from console.sources import run as run_module
+from console.sources.json_documents import Document
 from console.sources.run import RunSource
 from tests.console.sources import directory
 from tests.console.sources.snapshots import Observer
@@ -181,3 +183,24 @@ def test_a_phase_that_starts_during_a_poll_is_no_contradiction(launch, run, monk
     assert state.launch
     assert (state.launch.doubt, state.alerts) == ("", ())
     assert state.id == "toy/1-second"
+
+
+def test_a_document_that_could_not_be_opened_for_a_moment_is_read_again(launch):
+    """During the first read no descriptor is free; the file does not change."""
+    document = Document(launch / rundir.PLAN)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        found = document.read()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert (found, document.trouble) == ({}, "plan.json cannot be read as a JSON object")
+    assert (document.read()["name"], document.trouble) == ("toy", "")
+
+
+def test_a_removed_directory_does_not_raise(launch, run):
+    source = RunSource(launch)
+    directory.beat(run, 0, 5, loss=1.0)
+    source.poll()
+    shutil.rmtree(launch)
+    source.poll()
