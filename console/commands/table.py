@@ -184,10 +184,10 @@ QUERIES: tuple[Command, ...] = (
        "supervisor has not, and ranks of the live run make no progress, the command\n"
        "collects the evidence itself, in 2 to 8 s.\n"
        "  + evidence for the verdict\n"
-       "  - evidence against it: it names only ranks that the verdict does not name\n"
+       "  - evidence against the verdict: it names only other ranks\n"
        "  ? evidence that is not available\n"
-       "Exit code of a live run: 0, no stall; 1, stalled or unknown. An ended run has\n"
-       "the exit code of `status`.\n"
+       "Exit code of a live run, also if it is unsupervised: 0, no stall; 1, stalled or\n"
+       "unknown. An ended run has the exit code of `status`.\n"
        + LEGACY, "diagnose.diagnose", exits_by_run=True),
     Command("bundle", "Write an archive of a run for a bug report; recognised secrets are removed.",
             ("bundle latest", "bundle latest --output run.tar.gz"), (
@@ -321,8 +321,8 @@ RESUME = Command(
     ("resume latest", "resume latest --dry-run"), (
         _run("LAUNCH"),
         option("--yes", action="store_true",
-               help="resume even if another launch already continues this launch, or if this "
-               "launch has no recorded end, but its supervisor is dead and no rank is alive"),
+               help="resume also in two cases: another launch already continues this launch; "
+               "this launch has no recorded end, its supervisor is dead and no rank is alive"),
         WAIT, DRY_RUN,
     ), "The new launch repeats the options of the ended launch. It also repeats each\n"
     "flag that an operator set, if the supervisor of the ended launch confirmed it.\n"

@@ -190,7 +190,7 @@ def _no_resume(state: RunState, launch: LaunchState) -> str:
         return f"the launch ended in {name}; open the launch with o, and press R"
     if state.state == "completed":
         then = f"2 shows them, and {command('override')} accepts one"
-        return f"R cannot resume it: the gates of {name} did not pass; {then}"
+        return f"R cannot resume it: not all gates of {name} passed; {then}"
     why = f"R cannot resume it: {name} has no usable checkpoint"
     whole = "L starts the whole plan; " if launch.phase else ""
     return f"{why}; {whole}to start {name} again: {command('resume', launch.path)}"

@@ -77,8 +77,8 @@ def notices(
     return found
 
 
-KEY_WORDS = {"2": "gates", "3": "diagnose", "4": "logs", "L": "start", "E": "flags", "D": "dump",
-             "H": "halt", "K": "stop", "R": "new supervisor"}  # fmt: skip
+KEY_WORDS = {"2": "view gates", "3": "diagnose", "4": "logs", "L": "start", "E": "flags",
+             "D": "dump", "H": "halt", "K": "stop", "R": "new supervisor"}  # fmt: skip
 
 
 def _of_alert(alert: Alert) -> Notice:
@@ -122,14 +122,14 @@ def _of_launch(state: RunState, launch: LaunchState | None) -> list[Notice]:
     why = f"{last.name} {last.state}"
     if last.state in ("completed", "next"):
         why = missed or launch.why or why
-    hint = "2 gates" if missed else "R resume" if state.can_resume else ""
+    hint = "2 view gates" if missed else "R resume" if state.can_resume else ""
     text = f"launch ended: {why}; not started: {launch.not_started}"
     return [Notice("warn" if missed else "info", text, hint)]
 
 
 def _of_gates(gates: tuple[Gate, ...]) -> list[Notice]:
     if missed := not_passed(gates):
-        return [Notice("warn", missed, "2 gates")]
+        return [Notice("warn", missed, "2 view gates")]
     overridden = sum(gate.result != "pass" for gate in gates)
     text = f"gates of this phase: {len(gates) - overridden} passed, {overridden} overridden"
     return [Notice("info", text)] if gates else []

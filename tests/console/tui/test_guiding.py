@@ -120,7 +120,7 @@ def test_an_acknowledged_stall_is_a_note():
 async def test_the_gates_of_a_run_that_ended_stand_where_its_alert_leads():
     state = dataclasses.replace(recorded.gates_failed(), launch=recorded.launch("ended"))
     async with driven(app_on(state)) as (app, pilot):
-        await until(pilot, lambda: lines(app)[2].endswith("2 gates  a next (1 of 2)"))
+        await until(pilot, lambda: lines(app)[2].endswith("2 view gates  a next (1 of 2)"))
         await play(pilot, "2", "…preflight")
         await see(pilot, "✓ torch", "gates of plumbing, which ended", "bytes_right: 0.41")
         found = next(line for line in lines(app) if "bytes_right" in line and "!" not in line)

@@ -71,7 +71,7 @@ def test_a_plan_that_ended_says_why_and_which_phase_was_not_started(gates, launc
     row = text_of(alert_rows(noticed(state), 80)[0])
     text = " ".join(notice.text for notice in noticed(state))
     assert words in text if words else "launch ended" not in text
-    leads = row.rstrip().endswith("2 gates  a next (1 of 2)")
+    leads = row.rstrip().endswith("2 view gates  a next (1 of 2)")
     assert leads is words.startswith("launch ended: gate")
 
 

@@ -172,7 +172,7 @@ async def test_a_launch_names_the_flags_of_the_shell(tmp_path, monkeypatch):
 
 
 FIRST = recorded.launch("ended", phase=0, phases=recorded.phases(0, "crashed"))
-GATES = "the gates of plumbing did not pass; 2 shows them, and nsa-console override accepts one"
+GATES = "not all gates of plumbing passed; 2 shows them, and nsa-console override accepts one"
 
 
 @pytest.mark.parametrize(

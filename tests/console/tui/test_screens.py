@@ -121,7 +121,7 @@ async def test_a_gate_that_can_no_longer_pass_is_marked_while_the_run_continues(
     alert = Alert("gate-no_stall", recorded.NOW, "warn", text, "2")
     bounds = {"steps_done": "100", "no_stall": "True"}
     shown = await seen(recorded.running(bounds=bounds, alerts=(alert,)), keys="2")
-    assert "2 gates  A ack" in shown
+    assert "2 view gates  A ack" in shown
     assert "✗ no_stall" in shown
     assert "· steps_done" in shown
 
