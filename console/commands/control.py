@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing import Pipe
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from console import access, actions, rest_of_launch
@@ -15,7 +16,7 @@ from console.action_table import ACTIONS
 from console.actions import LaunchOptions
 from console.commands.output import OutputError, print_error, print_line, show
 from console.commands.query import follow
-from console.sources import launches
+from console.sources import launches, liveness
 from console.sources.process import command, program
 from console.sources.run import RunSource
 from console.sources.sanitize import clean
@@ -155,7 +156,24 @@ def _request(options: argparse.Namespace, action: str, args: dict[str, Any]) -> 
     except OutputError as error:
         error.exit_code = error.exit_code if is_done else RefusedError.exit_code
         raise
+    if is_done and action == "override":
+        _update_report(launches.launch_of(path) or path)
     return 0 if is_done else RefusedError.exit_code
+
+
+def _update_report(launch: Path) -> None:
+    """Writes the report of an ended launch again; a sweep may take minutes."""
+    from console.plans import report  # other commands do not need it
+
+    output = launch / report.NAME
+    if not output.exists() or liveness.is_locked(launch):
+        return
+    try:
+        *_, files = report.versions(launch, output)
+        report.save(files)
+    except OSError as error:
+        then = f"to write it, run: {command('report', launch, '--output', output)}"
+        print_error(f"{output} is older than the override ({error.strerror}); {then}")
 
 
 def within(limit_s: float, work: Callable[[], T]) -> T:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from console import access, status_text
 from console.model import Gate, RunState
-from console.plans import gates, report
+from console.plans import gates
 from console.sources import launch_documents
 from console.sources.run import RunSource
 from console.sources.summary import Summary
@@ -147,19 +147,7 @@ def _apply(launch: Path, args: Mapping[str, Any], by: str) -> str:
     answer = f"{text}; {left}"
     _append(launch, event_record(1, "answer", answer, request=name, action="override", ok=True,
                                  detail=[], asked_by=by))  # fmt: skip
-    _update_report(launch)
     return name
-
-
-def _update_report(launch: Path) -> None:
-    """Writes the report of the launch again, if there is one; a failure is a note."""
-    output = launch / report.NAME
-    try:
-        for files in report.versions(launch, output) if output.exists() else ():
-            report.save(files)
-    except OSError as error:
-        why = f"the override is recorded, but {output} is not updated: {error.strerror}"
-        _append(launch, event_record(1, "note", why, "warn"))
 
 
 def _append(folder: Path, event: Mapping[str, Any]) -> None:
