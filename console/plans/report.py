@@ -202,13 +202,13 @@ def _stalls(phases: Sequence[Phase]) -> Iterator[str]:
     """Yields the last verdict on each stall, from the newest `MAX_ROWS` verdicts of each phase."""
     rows: list[Sequence[object]] = []
     for each in phases:
-        stored = [*verdicts.stored(each.path, MAX_ROWS + 1)]
-        if len(stored) > MAX_ROWS:
+        stored = [*verdicts.stored(each.path, MAX_ROWS)]
+        if len(stored) == MAX_ROWS:
             rows.append((each.name, "", "older verdicts are left out", "", ""))
         rows += [
             (each.name, _utc(found.ts), found.of_past().sentence,
              _utc(found.end_ts) if found.end_ts else None, found.end)
-            for found in reversed(stored[:MAX_ROWS]) if found.end != verdicts.REPLACED
+            for found in reversed(stored[: MAX_ROWS - 1]) if found.end != verdicts.REPLACED
         ]  # fmt: skip
     yield from _table("Stalls", ("phase", "time (UTC)", "verdict", "ended (UTC)", "end"), rows)
 

@@ -188,7 +188,8 @@ def _bare(directories: Iterable[tuple[Path, list[str]]]) -> list[tuple[float, Pa
         if rundir.PLAN not in names and _has_run(names):
             with contextlib.suppress(OSError):
                 status = path.stat()
-                found.setdefault((status.st_dev, status.st_ino), (status.st_mtime, path))
+                if not (_is_link(path) and launch_of(path.resolve())):
+                    found.setdefault((status.st_dev, status.st_ino), (status.st_mtime, path))
     return list(found.values())
 
 

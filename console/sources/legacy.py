@@ -6,14 +6,13 @@ measured wrongly are left out.
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from console.plan import Watch
-from console.sources.tail import Tail
+from console.sources.tail import READ_CHUNK_BYTES, Tail
 from trainers.contract import VERSION, jsonl, rundir
 
 WATCH = Watch(stall_floor_s=180.0, startup_s=900.0, stall_act_s=900.0)
@@ -25,6 +24,8 @@ WRONG = ("grad_norm",)
 OWN_DUMP = "watchdog_dump"
 """A record of the legacy watchdog; its step 0 does not show progress of the training."""
 HEAD_BYTES = 1 << 16
+LEFT_OUT_BYTES, PID_BYTES = 64 << 20, 20
+"""The most bytes that are read for the processes, and the length of a match of `_PID`."""
 _PID = re.compile(rb'"pid": ?([0-9]{1,9})[,}]')
 CSV_COLUMNS = ("step", "loss", "lr", "toks_per_s")
 """Columns of a legacy training.csv, which has no header."""
@@ -43,21 +44,23 @@ def tail(run: Path, rank: int, recent_bytes: int | None) -> Tail:
     """Returns a `Tail` of one rank's heartbeat file; restarts append to the same file.
 
     `recent_bytes` has the same meaning as in `Tail`. Of the left out bytes, only the processes are
-    read, so that each rank has the same number of attempts.
+    read, so that each rank has the same number of attempts; of `LEFT_OUT_BYTES` at most.
     """
-    path = rundir.heartbeat(run, rank)
-    left_out = b""
-    if recent_bytes is not None and (size_bytes := jsonl.size_bytes(path)) > recent_bytes:
-        left_out = jsonl.read_bytes(path, size_bytes - recent_bytes, 0)
-    pids = [int(pid) for pid, _ in itertools.groupby(_PID.findall(left_out))]
-    return Tail(path, _Heartbeats(rank, pids).record, recent_bytes)
+    path, count, last = rundir.heartbeat(run, rank), 0, -1
+    if recent_bytes is not None:
+        left_out = min(jsonl.size_bytes(path) - recent_bytes, LEFT_OUT_BYTES)
+        for start in range(0, left_out, READ_CHUNK_BYTES):
+            chunk = jsonl.read_bytes(path, READ_CHUNK_BYTES + PID_BYTES, start)
+            for pid in map(int, _PID.findall(chunk[: left_out - start])):
+                count, last = count + (pid != last), pid
+    return Tail(path, _Heartbeats(rank, count, last).record, recent_bytes)
 
 
 class _Heartbeats:
-    """Converts one rank's records and counts its attempts; `pids` are the earlier processes."""
+    """Converts one rank's records and counts its attempts, after the attempt of process `pid`."""
 
-    def __init__(self, rank: int, pids: Sequence[int]):
-        self._rank, self._attempt, self._pid = rank, len(pids), [-1, *pids][-1]
+    def __init__(self, rank: int, attempt: int, pid: int):
+        self._rank, self._attempt, self._pid = rank, attempt, pid
 
     def record(self, record: dict[str, Any]) -> dict[str, Any] | None:
         """Returns a record of the run contract, or None for `OWN_DUMP` or an invalid record."""

@@ -56,7 +56,7 @@ class Services:
         if kind == "alert" or (kind == "state" and level == "crit"):
             self.hooks.alert({"state": state} | record | {"run": run})
         if kind == "clear" or (kind == "state" and state == "stalled"):  # the stall is over
-            self.hooks.clear(run, more.get("alert", ""))
+            self.hooks.clear(run, more.get("alert", ""), state)
         return record
 
     def publish(self, path: Path, record: Mapping[str, Any], keeps_place: bool = False) -> None:

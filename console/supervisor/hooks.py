@@ -55,11 +55,15 @@ class Hooks:
             self._count += 1
             self._retries_left, self._pause_s = self.retries, self._settings.hook_every_s
 
-    def clear(self, run: str, name: str) -> None:
-        """Drops a failed alert of a run or launch; the name of a state is ""."""
+    def clear(self, run: str, name: str, state: str = "") -> None:
+        """Drops a failed alert of a run or launch or, with the name "", its failed `state`."""
+
+        def is_over(record: Mapping[str, Any]) -> bool:
+            same = (record["run"], jsonl.text(record, "alert")) == (run, name)
+            return same and (name != "" or record["state"] == state)
+
         before = self._sent
-        self._sent = [each for each in before
-                      if (each["run"], jsonl.text(each, "alert")) != (run, name)]  # fmt: skip
+        self._sent = [each for each in before if not is_over(each)]
         self._sent_count -= len(before) - len(self._sent)
 
     @property
@@ -107,7 +111,7 @@ class Hooks:
 
         Each of the two runs may take `limit_s` and the grace times of `program.run`.
         """
-        self._pause_s, self._retries_left = 0.0, 0
+        self._pause_s, self._retries_left = 0.0, int(self._run is not None and not self._count)
         until = time.monotonic() + 2 * (self._limit_s + program.GRACE_S + program.SPARE_S)
         while (self.busy or self._sent) and time.monotonic() < until:
             self.poll()

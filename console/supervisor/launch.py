@@ -145,6 +145,7 @@ class Launch:
         entry = self._phases[index]
         entry |= {"state": "starting", "started_ts": time.time()}
         self.state, self._why = "running", ""
+        self._services.hooks.clear(self._spec.launch, "", "waiting")
         # plan_state.json is published first, because the next child must know of the run. With the
         # state "waiting", the child would wait for the phase after this one. On disk, the document
         # comes before run.json, so that it contains each run that has begun.

@@ -52,7 +52,7 @@ class Policy:
             runs = of is run.attempt and of.stage == "run"
             if runs and of.monitor.is_raised(change.rule.name):
                 self._execute(run, change)
-            else:
+            elif change.action == "halt":
                 run.alerts.clear(HALT_FAILED, "the halt is no longer due")
 
     def _execute(self, run: Run, change: Change) -> None:

@@ -131,6 +131,9 @@ def test_a_report_has_earlier_stalls_although_the_cause_of_a_later_one_changed_o
     stalls = said(capsys, "report", launch)[1].partition("## Stalls")[2].partition("##")[0]
     assert "rank 5 sleeps" not in stalls
     assert "| 0-first |  | older verdicts are left out |  |  |" in stalls
+    say(run, 1e9 + 80, "lock", sentence="the newest")
+    monkeypatch.setattr(report, "MAX_ROWS", 2)
+    assert "| the newest |" in said(capsys, "report", launch)[1].partition("## Stalls")[2]
 
 
 def test_a_report_says_how_many_rows_of_notes_are_left_out(launch, capsys, monkeypatch):

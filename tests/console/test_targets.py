@@ -189,6 +189,7 @@ def test_a_launch_that_was_moved_out_of_the_root_is_found_by_the_link_to_it(tmp_
     by_hand = directory.run(root / "toy" / "mine")
     directory.change(new / rundir.PLAN, continues={str(old): launches.launch_id(old)})
     (old.parent / "1st").symlink_to(old)
+    (root / "current").symlink_to(directory.run(old / "0-first"))
     for path in (new, by_hand):
         away.mkdir(exist_ok=True)
         path.rename(away / path.name)

@@ -206,15 +206,18 @@ def _bands(
 ) -> tuple[float, dict[str, Band]]:  # fmt: skip
     """Returns a time and the values of the series then: the newest, or the nearest to `at`.
 
-    A series without a value within `old_s` of this time is left out, as after the loss of a GPU.
+    A series that ended more than `old_s` before this time is left out, as after the loss of a GPU,
+    and one that began as much later.
     """
-    held = {name: nearest(points, at) for name in names if (points := series.get(name))}
+    found = {name: points for name in names if (points := series.get(name))}
+    held = {name: nearest(points, at) for name, points in found.items()}
     times = [ts for ts, _ in held.values()]
     newest = max(times, default=0.0)
     ts = newest if at is None else min(times, key=lambda ts: abs(ts - at), default=newest)
     return ts, {
         name: (low / chart.scale, high / chart.scale)
-        for name, (own, (low, high)) in held.items() if abs(own - ts) <= chart.old_s
+        for name, (_, (low, high)) in held.items()
+        if found[name][0][0] - chart.old_s <= ts <= found[name][-1][0] + chart.old_s
     }  # fmt: skip
 
 

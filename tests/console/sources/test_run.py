@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 
 import pytest
@@ -100,6 +101,8 @@ def test_each_rank_of_a_legacy_run_has_its_attempts_although_only_the_ends_are_r
     for reads in ("recent", "all"):
         state = RunSource(path, reads=reads).poll()
         assert (state.attempt, [rank.rank for rank in state.ranks]) == (2, [0, 1]), reads
+    os.truncate(rundir.heartbeat(path, 1), 1 << 40)  # more than the memory of the machine
+    assert RunSource(path).poll().attempt == 2
 
 
 def second_phase(launch):

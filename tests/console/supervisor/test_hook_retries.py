@@ -81,18 +81,36 @@ def test_a_cleared_alert_is_not_passed_on_again(failing):
     event = partial(services.event, Path(), "run")
     event("running", 1, "alert", "stalled", "crit", alert="stall")
     event("running", 1, "alert", "the disk is full", "crit", alert="disk")
+    event("restarting", 1, "state", "it restarts", "crit", state="restarting")
     event("running", 1, "state", "running → stalled", "crit", state="stalled")
     failing.wait_until(10)
     assert len(failing.texts) == 1
     event("stalled", 1, "clear", "the ranks step again", alert="stall")
     event("stalled", 1, "state", "stalled → running", state="running")
     failing.wait_until(70)
-    assert failing.texts[1:] == [["the disk is full"]]
+    assert failing.texts[1:] == [["it restarts", "the disk is full"]]
+    failing.hooks.clear("run", "", "restarting")
     event("running", 1, "alert", "not sent yet", "crit", alert="rank-gone")
     event("running", 1, "clear", "the attempt has ended", alert="rank-gone")
     event("running", 1, "clear", "the disk has space again", alert="disk")
     failing.wait_until(110)
     assert failing.texts[2:] == [["not sent yet"]], "it was cleared before its first page"
+
+
+def test_a_hook_that_runs_at_the_end_and_fails_is_run_once_more(failing, monkeypatch):
+    jobs = list[Future]()
+    pool = SimpleNamespace(submit=lambda *_: jobs.append(Future()) or jobs[-1])
+    monkeypatch.setattr(failing.hooks, "_runs", pool)
+    failing.hooks.alert(alert("the launch has ended"))
+    failing.hooks.poll()
+
+    def end(_s: float) -> None:
+        if not jobs[-1].done():
+            jobs[-1].set_result("exited (code 22)")
+
+    monkeypatch.setattr(hooks.time, "sleep", end)
+    failing.hooks.close()
+    assert len(jobs) == 2
 
 
 def test_the_alive_hook_keeps_its_interval_when_it_fails(failing):

@@ -153,10 +153,11 @@ def test_a_zoomed_chart_shows_the_age_of_its_newest_value(state, note):
 
 def test_a_lost_gpu_has_no_present_value_and_none_at_a_later_time():
     (chart,) = charts.of_run(recorded.lost_gpu(), (), [charts.UTILISATION])
-    series = {name: tuple((NOW - 900 + t, 97.0) for t in range(900)) for name in chart.names}
+    times = (*range(0, 300, 100), *range(300, 900))  # older spans are longer
+    series = {name: tuple((NOW - 900 + t, 97.0) for t in times) for name in chart.names}
     series["gpu_util_pct:5"] = tuple((NOW - 900 + t, 31.0) for t in range(300))
     window = chartmath.window(NOW - 900, NOW, 1800)
-    for at, words in ((None, ""), (NOW - 60, "97 %"), (NOW - 700, "31 % to 97 %")):
+    for at, words in ((None, ""), (NOW - 60, "97 %"), (NOW - 750, "31 % to 97 %")):
         rows = [*map(text_of, zoomed_rows(chart, series, window, 120, 30, "braille", at, NOW))]
         assert rows[0].endswith("─ now 97% each"), rows[0]
         assert any(row.endswith(f"ago   {words}") for row in rows) == bool(words), rows
@@ -164,6 +165,7 @@ def test_a_lost_gpu_has_no_present_value_and_none_at_a_later_time():
         present = re.search(r"GPU 5 +(\S*) +31 %", part) is not None
         assert present == ("31" in words), part
         assert present or re.search(r"GPU 5 +–", part), part
+        assert any(re.search(r"GPU 4 +\S+ +97 %", row) for row in rows)
 
 
 @pytest.mark.parametrize("size", [(20, 5), (80, 20), (200, 50)])
