@@ -11,7 +11,8 @@ from statistics import median
 from console.sources.series import Point, bins
 from console.status_text import age, number
 
-WIDTH, HEIGHT, MARGIN, GAP = 720, 240, 56, 16
+WIDTH, HEIGHT, MARGIN = 720, 240, 56
+GAP, GAP_S = 16, 60.0
 BEGIN, END = '<polyline fill="none" stroke="#06c" stroke-linecap="round" points="', '"/>\n'
 
 
@@ -19,7 +20,8 @@ def svg(title: str, unit: str, points: Sequence[Point]) -> str:
     """Returns a line chart of points, or "" for fewer than two finite points.
 
     The points must be in order of time. The line joins the extremes of each column of one unit. It
-    has a gap after more than `GAP` empty columns, unless the points are usually that far apart.
+    has a gap after more than `GAP` empty columns of at least `GAP_S`, unless the points are usually
+    that far apart.
     """
     known = [(at, value) for at, value in points if math.isfinite(at) and math.isfinite(value)]
     if len(known) < 2:
@@ -31,7 +33,7 @@ def svg(title: str, unit: str, points: Sequence[Point]) -> str:
     bands = bins(known, begin, across * (inner + 1) / inner, inner + 1)
     columns = [(x, band) for x, band in enumerate(bands) if band]
     apart = [after - x for (x, _), (after, _) in pairwise(columns)]
-    most, line = max(GAP, 4 * median(apart or [0])), ""
+    most, line = max(GAP, 4 * median(apart or [0]), GAP_S * inner / across), ""
     for since, (x, band) in zip([0, *apart], columns, strict=True):
         places = (f" {MARGIN + x},{HEIGHT - MARGIN - tall * (v - low) / up:.1f}" for v in band)
         line += (END + BEGIN) * (since > most) + "".join(places)
