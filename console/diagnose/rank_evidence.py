@@ -171,7 +171,7 @@ def may_hang(rank: RankEvidence, watch: Watch) -> bool:
 def by_records(rank: int, head: LatestRecords, watch: Watch) -> RankEvidence:
     """Returns the evidence about a rank without a pulse, derived from the times of its records."""
     record, now = head.last, time.monotonic()
-    step, pid = record["step"], jsonl.integer(record, "pid") or 0
+    step, pid = head.step or record["step"], jsonl.integer(record, "pid") or 0
     phase = "exit" if record["msg"] == "exit" else "log" if step else min(STARTING_PHASES)
     usual_s = head.pace.usual_gap_s(watch.startup_s / SAFETY)
     # The clock of the rank's host may be behind, so a step that has just been read counts too.

@@ -37,7 +37,7 @@ The field has the number of records with a value. The counter is "" for a figure
 which a progress record need not contain.
 """
 NEEDED = ("loss", "grad_norm", "gpu_mem_reserved", "dt_fetch_s", "gate_entropy_mean")
-OF_EARLIER_STEPS = ("checkpoint", "checkpoint_failed", "checkpoint_skipped")
+OF_EARLIER_STEPS = ("checkpoint", "checkpoint_failed", "checkpoint_skipped", "note")
 """Kinds of records whose step may be earlier than the current step of the rank."""
 Record = Mapping[str, Any]
 

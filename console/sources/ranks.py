@@ -215,7 +215,7 @@ def _sampled_pulse(sources: _Sources) -> Pulse | None:
 def newest_step(supervisor: Record, ranks: tuple[Rank, ...], records: RunRecords) -> int | None:
     """Returns the highest step in pulses, records and supervisor.json, or None if there is none."""
     steps = [rank.pulse.step if rank.pulse else None for rank in ranks]
-    steps += [head.last["step"] for head in records.heads.values()]
+    steps += [head.step or head.last["step"] for head in records.heads.values()]
     steps.append(jsonl.integer(supervisor, "steps"))
     # The last records of a rank may be lost; its last pulse then still has its last step.
     ends = (e for e in jsonl.entries(supervisor, "ends") if e.get("attempt") == records.attempt)

@@ -24,8 +24,8 @@ WATCH = Watch(stall_floor_s=180, startup_s=900)
 LEAST_S = WATCH.startup_s / SAFETY
 
 
-def take(head, step, at, mono, ts):
-    record = {"step": step, "msg": "progress", "ts": at, "pid": 1, "rank": 0}
+def take(head, step, at, mono, ts, msg="progress"):
+    record = {"step": step, "msg": msg, "ts": at, "pid": 1, "rank": 0}
     head.pace.add(record, 1, mono, ts)
     head.add(record)
 
@@ -68,6 +68,18 @@ def test_a_rank_without_a_pulse_has_the_step_of_its_record_and_the_limit_of_its_
         found = by_records(0, told(steps, 60.0), WATCH)
         assert found.step == steps[-1]
         assert limit_s(found, WATCH) == SAFETY * found.p99_s
+
+
+def test_the_records_of_a_background_save_do_not_move_its_rank_back():
+    head, only_saved = told(range(10, 140, 10), 1.0), LatestRecords(pace=Pace())
+    usual_s = head.pace.usual_gap_s(LEAST_S)
+    for msg in ("checkpoint", "note"):
+        take(head, 100, 141.0, 141.0, 141.0, msg)
+    assert by_records(0, head, WATCH).step == 130
+    take(head, 140, 150.0, 150.0, 150.0)
+    assert head.pace.usual_gap_s(LEAST_S) == usual_s
+    take(only_saved, 100, 1.0, 1.0, 1.0, "checkpoint")
+    assert by_records(0, only_saved, WATCH).step == 100
 
 
 def test_a_host_whose_clock_is_behind_has_made_the_step_that_has_just_been_read():
