@@ -300,7 +300,9 @@ class Joined(Member):
             self._raised_in, self._exits = self._raised_in or name, isinstance(error, SystemExit)
             raise
         finally:
-            if name in ("eval", "save"):  # also replaces the time of such phases within this one
+            # The time of a phase that began in an earlier step is no part of this step.
+            if name in ("eval", "save") and began >= self._last_at:
+                # Also replaces the time of such phases within this one.
                 self._apart_s = apart_s + time.monotonic() - began
             self.pulse.set(self._last_step, before)
 

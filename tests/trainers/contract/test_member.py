@@ -296,6 +296,34 @@ def test_the_time_of_a_step_contains_neither_evaluations_nor_saves(tmp_path):
     assert 0.1 <= second < 0.5
 
 
+OVERLAPS = """
+import threading, time
+from trainers.contract.member import join
+run = join()
+def save():
+    with run.phase("save"):
+        time.sleep(0.4)
+run.step(1)
+thread = threading.Thread(target=save)
+thread.start()
+time.sleep(0.1)
+run.step(2)
+thread.join()
+with run.phase("eval"):
+    time.sleep(0.1)
+    run.step(3)
+run.end_step()
+"""
+
+
+def test_a_phase_that_begins_in_an_earlier_step_takes_no_time_from_the_present_step(tmp_path):
+    subprocess.run([sys.executable, "-c", OVERLAPS], env=environment(tmp_path), timeout=150)
+    durations = [b["steps_dt_s"][0] for b in beats(tmp_path) if b["msg"] == "progress"]
+    assert len(durations) == 3
+    assert durations[1] >= 0.3
+    assert all(duration > 0 for duration in durations)
+
+
 ENDS = """
 import sys
 from trainers.contract.member import join
