@@ -136,18 +136,17 @@ class Saver:
                 state, storage_writer=writer, process_group=self._group,
                 no_dist=self._group is None,
             )  # fmt: skip
-            remain = self._seal(position, target, keeps_all)
+            self._seal(position, target, keeps_all)
         except BaseException:
             if self._parts.parallel.rank == 0 and self._ours():
                 rundir.remove_tree(_temporary(target))
             raise
-        self._saved(position.step, remain)
         return target
 
-    def _seal(self, position: Manifest, target: Path, keeps_all: bool) -> list[str]:
-        """Completes a written checkpoint on rank 0; the other ranks wait for the result.
+    def _seal(self, position: Manifest, target: Path, keeps_all: bool) -> None:
+        """Completes and reports a written checkpoint; the ranks above 0 wait for the result.
 
-        Returns a sentence for each old checkpoint that rank 0 cannot remove.
+        Rank 0 reports it before it sends the result, because the other ranks may have died.
         """
         parallel, reason, remain = self._parts.parallel, "", list[str]()
         if parallel.rank == 0:
@@ -162,13 +161,15 @@ class Saver:
                 last, every = self._settings.keep_last, self._settings.keep_every
                 if not keeps_all:
                     remain = manifest.retain(self._run, position.step, last, every)
+                self._saved(position.step, remain)
         if self._group is not None:
             message = [reason]
             dist.broadcast_object_list(message, group=self._group, group_src=0)
             reason = message[0]
         if reason:
             raise CheckpointError(reason)
-        return remain
+        if parallel.rank:
+            self._saved(position.step, [])
 
     def _refuse_another_run(self) -> None:
         if not self._ours():

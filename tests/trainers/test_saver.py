@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.launches import wait_for
 from tests.mounts import tmpfs
 from tests.trainers.ranks import TIMEOUT_MIN, together
 from tests.trainers.runs import Run, latest_checkpoint, small
@@ -193,6 +194,39 @@ def test_a_save_that_a_peer_leaves_is_given_up_and_its_files_go_with_the_next(
     assert "an error in the save" in failed
     saved(run, made(1), 2)
     assert names(run) == ["latest", "step_00000002"]
+
+
+class DiesLast(Saver):
+    """A rank that is killed while rank 0 completes the checkpoint."""
+
+    def _seal(self, *arguments):
+        (self._run / "gone").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_complete_checkpoint_is_recorded_also_if_a_peer_has_died(tmp_path, monkeypatch):
+    run, complete = tmp_path / "run", manifest.complete
+
+    def late(*arguments):
+        assert wait_for((run / "gone").exists)
+        time.sleep(0.5)
+        complete(*arguments)
+
+    def work(rank, parallel, member):
+        del member
+        told = []
+        mine = (DiesLast if rank else Saver)(
+            run, made(1, parallel), BACKGROUND, saved=lambda *each: told.append(each)
+        )
+        mine.save_async(at(1))
+        return mine.collect(None), told
+
+    monkeypatch.setattr(manifest, "complete", late)
+    run.mkdir()
+    errors, told = together([run, run], work, first_only=True)[0]
+    assert [manifest.verify(path).step for path in manifest.newest_first(run)] == [1]
+    assert told == [(1, [])]
+    assert len(errors) == 1
 
 
 def test_an_old_checkpoint_that_cannot_be_removed_does_not_fail_the_next_saves(tmp_path):
