@@ -59,6 +59,10 @@ class HaltBoard:
             time.sleep(SETTLE_S)
         return 0 < step <= self._begun
 
+    def leave(self) -> None:
+        """Continues with private numbers, in a forked child: the file is that of the rank."""
+        self._numbers = memoryview(bytearray(self._numbers.nbytes)).cast("q")
+
     def _choose(self) -> int:
         """Returns a step that no rank has begun; no rank begins it before `HALT_AT` is positive."""
         step, newest = 0, max(self._numbers[BEGUN:])

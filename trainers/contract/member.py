@@ -247,12 +247,13 @@ class Joined(Member):
         """The phase in which an exception was raised ("" from the next step or phase on), and
         whether it was SystemExit."""
         self.pulse.nonfinite_steps = 0
-        Joined.pid = os.getpid()
         self.start()
+        Joined.pid = os.getpid()
         self.record("boot", 0)
         self._ending = Ending()
         atexit.register(self._exit)
         os.register_at_fork(after_in_child=partial(atexit.unregister, self._exit))
+        os.register_at_fork(after_in_child=self._board.leave)
 
     def step(self, step: int, /, **figures: Any) -> bool:
         """Starts `step` and returns False, or returns True if all ranks halt before this step.
@@ -299,8 +300,7 @@ class Joined(Member):
             vars(error).setdefault(_RAISED_IN, name)
             self._raised_in, self._exits = self._raised_in or name, isinstance(error, SystemExit)
             raise
-        finally:
-            # The time of a phase that began in an earlier step is no part of this step.
+        finally:  # the time of a phase that began in an earlier step is no part of this step
             if name in ("eval", "save") and began >= self._last_at:
                 # Also replaces the time of such phases within this one.
                 self._apart_s = apart_s + time.monotonic() - began
