@@ -186,8 +186,9 @@ QUERIES: tuple[Command, ...] = (
        "  + evidence for the verdict\n"
        "  - evidence against the verdict: it names only other ranks\n"
        "  ? evidence that is not available\n"
-       "For a live run, the exit code says only whether ranks are stalled: 0 if they are\n"
-       "not, 1 if they are or if this is unknown. For an ended run, it is that of `status`.\n"
+       "For a live run, the exit code says only whether ranks are stalled: 0 if they\n"
+       "are not, 1 if they are or if this is unknown. For an ended run, it is that of\n"
+       "`status`.\n"
        + LEGACY, "diagnose.diagnose", exits_by_run=True),
     Command("bundle", "Write an archive of a run for a bug report; recognised secrets are removed.",
             ("bundle latest", "bundle latest --output run.tar.gz"), (
